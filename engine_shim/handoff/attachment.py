@@ -1,0 +1,145 @@
+"""Attachments: who holds which generation, and whether he is still alive.
+
+Three roles. The *token* is held by an engine process: a small JSON record with a kernel lock on it. The *monitor* asks whether
+a record's holder lives. The *cleaner* removes the records of the dead. Liveness is the lock, never a PID: a PID means
+nothing in another container and is reused.
+
+A forked child inherits the token's open file and with it the lock: the generation counts as held until both are gone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import time
+from dataclasses import asdict, dataclass, field
+from typing import Any, Iterator, Optional
+
+from engine_shim.handoff import posix
+from engine_shim.handoff.errors import Damaged, HandoffError, NotFound
+from engine_shim.handoff.names import PoolPaths, new_id, temporary
+
+_LIMIT = 1 << 16  # bytes; a record has some 300
+_LOCK_BYTE = 0
+
+
+@dataclass(frozen=True)
+class Record:
+    """What an attachment says about itself; for people, except `generation`."""
+
+    generation: int
+    model: str
+    engine: str = ""
+    rank: int = 0
+    pid: int = 0  # in its own PID namespace
+    host: str = ""
+    command: str = ""
+    residency: str = "host"
+    since: float = 0.0
+    note: str = ""
+    identifier: str = field(default="", compare=False)
+
+
+class Token:
+    """One attachment of this process. It lasts until `release`, or until the process and its forks are gone."""
+
+    def __init__(self, paths: PoolPaths, record: Record, fd: int) -> None:
+        self._paths = paths
+        self._fd: Optional[int] = fd
+        self._owner = os.getpid()
+        self.record = record
+
+    @classmethod
+    def take(cls, paths: PoolPaths, generation: int, model: str, engine: str = "", rank: int = 0, **more: Any) -> Token:
+        """Writes and locks a record, then gives it its name: nobody ever sees an unlocked one of a living process.
+
+        The caller must then read the catalog again and go on only if the generation is still there.
+        """
+        while True:
+            identifier = new_id()
+            record = Record(
+                generation, model, engine, rank, os.getpid(), socket.gethostname(),
+                " ".join(sys.argv)[:200], since=time.time(), identifier=identifier, **more,
+            )  # fmt: skip
+            path = paths.attachment(identifier)
+            new = temporary(path)
+            fd = posix.create(new)
+            try:
+                # A cleaner may come between creating and locking, and take the record for a dead one's.
+                if posix.try_lock_byte(fd, _LOCK_BYTE):
+                    posix.write_exactly(fd, json.dumps(asdict(record)).encode(), 0, new)
+                    posix.rename(new, path)
+                    return cls(paths, record, fd)
+            except NotFound:
+                pass
+            except BaseException:
+                os.close(fd)
+                posix.remove(new)
+                raise
+            os.close(fd)
+
+    def release(self) -> None:
+        """Gives the attachment up. Safe to call twice. A forked child only lets go: the record is its parent's."""
+        if self._fd is not None:
+            fd, self._fd = self._fd, None
+            if os.getpid() == self._owner:
+                posix.remove(self._paths.attachment(self.record.identifier))
+            os.close(fd)
+
+
+def _decode(data: bytes, path: str) -> Record:
+    try:
+        raw = json.loads(data)
+        record = Record(**raw)
+        texts = (record.model, record.engine, record.host, record.command, record.residency, record.note, record.identifier)
+        if not all(isinstance(text, str) for text in texts):
+            raise ValueError("a text is none")
+        if not all(type(number) is int for number in (record.generation, record.rank, record.pid)):
+            raise ValueError("a number is none")
+        if type(record.since) not in (int, float):
+            raise ValueError("a time is none")
+    except (ValueError, TypeError, RecursionError) as error:
+        raise Damaged(f"attachment record {path} does not make sense ({error})") from None
+    return record
+
+
+def alive(paths: PoolPaths) -> Iterator[Record]:
+    """The attachments whose holders live. A locked record that cannot be read counts as held, of generation -1."""
+    for name in paths.objects():
+        if name.kind != "attachment":
+            continue
+        path = paths.dir / name.file
+        try:
+            fd = posix.open_existing(path)
+        except HandoffError:
+            continue  # gone meanwhile, or a stranger's: a stranger holds nothing here
+        try:
+            if not posix.byte_is_locked(fd, _LOCK_BYTE):
+                continue
+            size = os.fstat(fd).st_size
+            yield _decode(posix.read_exactly(fd, min(size, _LIMIT), 0, path), name.file)
+        except Damaged:
+            yield Record(generation=-1, model="")
+        finally:
+            os.close(fd)
+
+
+def sweep(paths: PoolPaths) -> int:
+    """Removes the records of the dead and says how many. Locks each first, so that it cannot be one being made."""
+    count = 0
+    for name in paths.objects():
+        if name.kind != "attachment":
+            continue
+        path = paths.dir / name.file
+        try:
+            fd = posix.open_existing(path, write=True)
+        except HandoffError:
+            continue
+        try:
+            if posix.try_lock_byte(fd, _LOCK_BYTE) and posix.same_file(fd, path):
+                count += posix.remove(path)
+        finally:
+            os.close(fd)
+    return count

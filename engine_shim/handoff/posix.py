@@ -1,0 +1,221 @@
+"""The operating system, each call wrapped once: files in shared memory, kernel locks, rename. No `errno` leaks upward.
+
+Objects are opened by path in a memory file system: that is what shm_open(3) does on Linux, and it lets a pool live on a
+tmpfs other than /dev/shm. Descriptors are always close-on-exec: an inherited one would keep a dead process's locks.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import stat
+import struct
+from pathlib import Path
+from typing import Iterator, Optional
+
+from engine_shim.handoff.errors import Damaged, Foreign, HandoffError, NoRoom, NotFound
+
+PAGE = 4096
+PRIVATE = 0o600  # while under construction, and for records that their owner rewrites
+PUBLISHED = 0o400  # segments and manifests: nobody writes to them again, not even their owner by mistake
+
+# struct flock of <fcntl.h> on 64-bit Linux: l_type, l_whence, (padding) l_start, l_len, l_pid. See fcntl(2).
+_FLOCK = struct.Struct("hhqqi4x")
+_SETLK = getattr(fcntl, "F_OFD_SETLK", 37)
+_GETLK = getattr(fcntl, "F_OFD_GETLK", 36)
+
+
+def _error(error: OSError, path: Path) -> HandoffError:
+    if error.errno in (errno.ENOENT, errno.ENOTDIR):
+        return NotFound(f"{path} is not there: start the sidecar with 'ballast serve', or check BALLAST_DIR")
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return NoRoom(f"{path.parent} has no room left for {path.name}")
+    if error.errno in (errno.EACCES, errno.EPERM):
+        return Foreign(f"{path} belongs to another user: run the sidecar and the engine as one user")
+    if error.errno == errno.ELOOP:
+        return Foreign(f"{path} is a symbolic link, which nothing of Ballast ever is: remove it")
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return HandoffError(f"{path} cannot be opened: too many open files; raise the limit (ulimit -n)")
+    return HandoffError(f"{path}: {os.strerror(error.errno or 0)}")
+
+
+def create(path: Path, mode: int = PRIVATE) -> int:
+    """A new empty file, opened read-write. The mode is set exactly, whatever the umask. Raises FileExistsError."""
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
+    except FileExistsError:
+        raise
+    except OSError as error:
+        raise _error(error, path) from error
+    os.fchmod(fd, mode)
+    return fd
+
+
+def open_existing(path: Path, write: bool = False) -> int:
+    """An object that is already there, never created and never resized by opening it.
+
+    Refuses (Foreign) what is not a plain file, belongs to a user other than ourselves or root, or is writable by others.
+    """
+    flags = os.O_RDWR if write else os.O_RDONLY
+    try:
+        # O_NONBLOCK: if somebody has put a FIFO in our way, opening it must not hang.
+        fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        raise _error(error, path) from error
+    try:
+        trusted(os.fstat(fd), path)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def trusted(status: os.stat_result, path: Path) -> None:
+    """Raises Foreign unless `status` is that of a plain file that only we ourselves or root could have written."""
+    if not stat.S_ISREG(status.st_mode):
+        raise Foreign(f"{path} is not a plain file: remove it")
+    if status.st_uid not in (os.geteuid(), 0):
+        raise Foreign(
+            f"{path} belongs to user {status.st_uid} and this process is user {os.geteuid()}: "
+            "run the sidecar and the engine as one user"
+        )
+    if status.st_mode & 0o022:
+        raise Foreign(f"{path} is writable by other users, so nothing in it is trusted: remove it (ballast purge)")
+
+
+def read_all(path: Path, limit: int) -> bytes:
+    """The whole of a small object. Raises Damaged if it is larger than `limit` bytes."""
+    fd = open_existing(path)
+    try:
+        size = os.fstat(fd).st_size
+        if size > limit:
+            raise Damaged(f"{path} has {size} bytes where at most {limit} make sense: run 'ballast purge'")
+        return read_exactly(fd, size, 0, path)
+    finally:
+        os.close(fd)
+
+
+def read_exactly(fd: int, length: int, offset: int, path: Path) -> bytes:
+    """`length` bytes at `offset`. Raises Damaged if the file ends before."""
+    parts = []
+    while length:
+        part = os.pread(fd, min(length, 1 << 30), offset)
+        if not part:
+            raise Damaged(f"{path} ends at byte {offset}, {length} bytes too early: run 'ballast purge'")
+        parts.append(part)
+        offset += len(part)
+        length -= len(part)
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def write_exactly(fd: int, data: bytes | memoryview, offset: int, path: Path) -> None:
+    """All of `data` at `offset`. Writing (unlike touching a map) reports a full file system as NoRoom, never as SIGBUS."""
+    view = memoryview(data).cast("B") if not isinstance(data, bytes) else memoryview(data)
+    while view:
+        try:
+            written = os.pwrite(fd, view, offset)
+        except OSError as error:
+            raise _error(error, path) from error
+        offset += written
+        view = view[written:]
+
+
+def allocate(fd: int, offset: int, length: int, path: Path) -> None:
+    """Makes sure that these bytes have pages, as zeros where nothing was written. Raises NoRoom."""
+    if length <= 0:
+        return
+    try:
+        os.posix_fallocate(fd, offset, length)
+    except OSError as error:
+        raise _error(error, path) from error
+
+
+def rename(source: Path, target: Path) -> None:
+    try:
+        os.rename(source, target)
+    except OSError as error:
+        raise _error(error, source) from error
+
+
+def link_new(source: Path, target: Path) -> bool:
+    """Gives `source` the name `target` if nobody has that name yet, atomically; says whether it did."""
+    try:
+        os.link(source, target)
+    except FileExistsError:
+        return False
+    except OSError as error:
+        raise _error(error, target) from error
+    return True
+
+
+def remove(path: Path) -> bool:
+    """Unlinks `path`; says whether it was there. Processes that have it mapped keep their bytes."""
+    try:
+        os.unlink(path)
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        raise _error(error, path) from error
+    return True
+
+
+def same_file(fd: int, path: Path) -> bool:
+    """Whether `path` still names the file that `fd` has open: an object unlinked and made again is another inode."""
+    try:
+        there = os.stat(path, follow_symlinks=False)
+    except OSError:
+        return False
+    here = os.fstat(fd)
+    return (here.st_dev, here.st_ino) == (there.st_dev, there.st_ino)
+
+
+def try_flock(fd: int) -> bool:
+    """Takes the exclusive lock on the whole open file if it is free. See flock(2)."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def try_lock_byte(fd: int, byte: int) -> bool:
+    """Takes an open-file-description write lock on one byte if it is free. `fd` must be open for writing.
+
+    Such a lock belongs to the open file, not to the process: the kernel gives it back when the last descriptor goes,
+    however the process dies, and sees it across containers, users and PID namespaces. See fcntl(2), "OFD locks".
+    """
+    try:
+        fcntl.fcntl(fd, _SETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0))
+    except (BlockingIOError, PermissionError):
+        return False
+    return True
+
+
+def unlock_byte(fd: int, byte: int) -> None:
+    fcntl.fcntl(fd, _SETLK, _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, byte, 1, 0))
+
+
+def byte_is_locked(fd: int, byte: int) -> bool:
+    """Whether some *other* open file holds a lock on this byte; `fd` may be open for reading only."""
+    answer = fcntl.fcntl(fd, _GETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0))
+    return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
+
+
+def inode(fd: int) -> tuple[int, int]:
+    status = os.fstat(fd)
+    return status.st_dev, status.st_ino
+
+
+def ancestors(path: Path) -> Iterator[Path]:
+    yield path
+    yield from path.parents
+
+
+def read_number(path: Path) -> Optional[int]:
+    """The number in a one-line file of /proc or /sys/fs/cgroup; None if it is not there or says `max`."""
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None

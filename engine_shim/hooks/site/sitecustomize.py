@@ -1,0 +1,70 @@
+"""Switches the shim on in an interpreter in which Ballast is not installed: this file's folder goes on PYTHONPATH.
+
+`ballast run` puts it there. In an engine's image that cannot be rebuilt, mount the folder `engine_shim` anywhere and set
+`PYTHONPATH=<there>/engine_shim/hooks/site`. Python's `site` imports this module at start-up; without BALLAST_POOL it does
+nothing but give way to the `sitecustomize` that it hides, if there is one.
+
+The parent folder of `engine_shim` may be the whole site-packages of the sidecar, with versions of other libraries that
+the engine must not see. So it does not go on `sys.path`; a finder at the very end of `sys.meta_path` looks there for
+`engine_shim` alone, and only when nobody else has found it.
+"""
+
+import os
+import sys
+
+# Only what the interpreter has imported by now, and no syntax that an old Python does not read: this runs in every Python
+# that an engine starts, whatever its version.
+
+_HERE = os.path.dirname(os.path.abspath(__file__))
+_SHIM = os.path.dirname(os.path.dirname(_HERE))
+
+
+class _ShimFinder:
+    """Finds the package `engine_shim`, and nothing else, where this file comes from."""
+
+    @staticmethod
+    def find_spec(name, path=None, target=None):  # type: ignore[no-untyped-def]
+        if name != "engine_shim":
+            return None
+        from importlib.machinery import PathFinder
+
+        return PathFinder.find_spec(name, [os.path.dirname(_SHIM)])
+
+
+def _switch_on():  # type: ignore[no-untyped-def]
+    if not os.environ.get("BALLAST_POOL") or os.environ.get("BALLAST_MODE", "").strip().lower() == "off":
+        return
+    if sys.version_info < (3, 9):
+        return
+    sys.meta_path.append(_ShimFinder)  # type: ignore[arg-type]
+    try:
+        from engine_shim.hooks import bootstrap
+
+        bootstrap.install()
+    except Exception as error:  # whatever is wrong with us, the program starts
+        sys.stderr.write("ballast: the shim is not switched on: %s: %s\n" % (type(error).__name__, error))  # noqa: UP031
+
+
+def _give_way():  # type: ignore[no-untyped-def]
+    """Run the `sitecustomize` that would have been imported if this one were not on the path.
+
+    Only those further down the path: one further up has been run, or it is the one that has just called us the same way.
+    """
+    folders = [os.path.abspath(folder) for folder in sys.path]
+    ours = folders.index(_HERE) if _HERE in folders else -1
+    behind = [folder for folder in sys.path[ours + 1 :] if os.path.abspath(folder) != _HERE]
+    for finder in sys.meta_path:
+        find_spec = getattr(finder, "find_spec", None)
+        spec = find_spec("sitecustomize", behind) if find_spec else None
+        if spec is None or spec.loader is None or not hasattr(spec.loader, "exec_module"):
+            continue
+        from importlib.util import module_from_spec
+
+        module = module_from_spec(spec)
+        sys.modules["sitecustomize"] = module  # the import system hands out what it finds here when we are done
+        spec.loader.exec_module(module)  # what goes wrong in it is reported as without us
+        return
+
+
+_switch_on()  # type: ignore[no-untyped-call]
+_give_way()  # type: ignore[no-untyped-call]

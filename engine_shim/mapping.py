@@ -1,0 +1,140 @@
+"""A generation in host memory as torch tensors, nothing copied.
+
+Each segment is mapped once per opening, private and writable: what an engine writes stays its own (the kernel copies the
+page), and the shared bytes cannot be changed. A tensor is one view with a storage object of its own, so that saving,
+tying and deduplicating by storage work as ever. Segments are mapped, and views made, when first asked for.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from pathlib import Path
+from typing import Any, Callable, Iterator, Mapping, Optional, Sequence
+
+import torch
+
+from engine_shim.handoff import posix
+from engine_shim.handoff.errors import Damaged
+from engine_shim.handoff.manifest import Manifest, Tensor
+from engine_shim.handoff.manifest import Shard as ShardRow
+
+# Not in every Python's mmap module; the value is the same on all of Linux's common architectures. See mmap(2).
+_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
+
+_TORCH = {
+    "BOOL": "bool", "U8": "uint8", "I8": "int8", "I16": "int16", "U16": "uint16", "I32": "int32", "U32": "uint32",
+    "I64": "int64", "U64": "uint64", "F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64",
+    "C64": "complex64", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz", "F4": "float4_e2m1fn_x2",
+}  # fmt: skip
+# torch counts these in whole bytes, the checkpoint in elements: how many elements a byte holds, in the last dimension.
+_PACKED = {"F4": 2}
+
+DTYPES: dict[str, torch.dtype] = {
+    name: getattr(torch, attribute) for name, attribute in _TORCH.items() if hasattr(torch, attribute)
+}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def map_segment(path: Path, size: int) -> mmap.mmap:
+    """The first `size` bytes of a segment, private and writable. Raises NotFound, Foreign or Damaged."""
+    fd = posix.open_existing(path)
+    try:
+        if os.fstat(fd).st_size < size:
+            raise Damaged(f"{path} is shorter than its manifest says: restart the sidecar to have it loaded again")
+        return mmap.mmap(fd, size, mmap.MAP_PRIVATE | _NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE)
+    finally:
+        os.close(fd)
+
+
+def view(buffer: mmap.mmap, row: Tensor, derived: bool = False) -> torch.Tensor:
+    """The tensor that `row` describes in a mapped segment. Raises TypeError for an element type that this torch has not.
+
+    With `derived` it is a view of a flat tensor, as safetensors makes them, which some operations can tell (`detach_`,
+    `_version`); otherwise the flat tensor itself in its shape, which is made in half the time.
+    """
+    dtype = DTYPES.get(row.dtype)
+    if dtype is None:
+        raise TypeError(f"{row.name!r} is of type {row.dtype}, which torch {torch.__version__} does not have")
+    shape = row.shape
+    if row.dtype in _PACKED:
+        shape = (*shape[:-1], shape[-1] // _PACKED[row.dtype])
+    if not row.nbytes:
+        return torch.empty(shape, dtype=dtype)
+    if row.dtype == "BOOL":  # by way of bytes, since a byte that is neither 0 nor 1 must come through as it is
+        flat = torch.frombuffer(buffer, dtype=torch.uint8, count=row.nbytes, offset=row.offset).view(torch.bool)
+    else:
+        flat = torch.frombuffer(buffer, dtype=dtype, count=row.nbytes // dtype.itemsize, offset=row.offset)
+    if row.strides is not None:
+        return flat.as_strided_(shape, row.strides)
+    # A scalar is always derived: torch remembers the size of what loses its only dimension in place.
+    return flat.view(shape) if derived or not shape else flat.resize_(shape)
+
+
+class Segments:
+    """The segments of one opened generation, mapped when first needed. `on_map` is told of every new map."""
+
+    def __init__(
+        self, path_of: Callable[[int], Path], sizes: Sequence[int], on_map: Callable[[mmap.mmap], Any] = lambda _: None
+    ) -> None:
+        self._path_of = path_of
+        self._sizes = sizes
+        self._on_map = on_map
+        self._maps: dict[int, mmap.mmap] = {}
+
+    def __getitem__(self, index: int) -> mmap.mmap:
+        found = self._maps.get(index)
+        if found is None:
+            found = self._maps[index] = map_segment(self._path_of(index), self._sizes[index])
+            self._on_map(found)
+        return found
+
+
+class Shard:
+    """One checkpoint file of an attached generation, in memory. Has a private map of its own."""
+
+    def __init__(self, manifest: Manifest, shard: ShardRow, segments: Segments) -> None:
+        self.name = shard.name
+        self.metadata = shard.metadata
+        self.tensors: Mapping[str, Tensor] = {row.name: row for row in manifest.rows(shard)}
+        self._buffer = segments[shard.segment]
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """The tensor, zero-copy. Raises KeyError, or TypeError for an element type that this torch has not."""
+        row = self.tensors[name]
+        return view(self._buffer, row, derived=True)
+
+
+class Tensors(Mapping[str, torch.Tensor]):
+    """All tensors of a checkpoint generation by name; a view is made when first asked for and then kept.
+
+    A tensor of a file in a subfolder (`unet/…`, `2_Dense/…`) is called `<subfolder>/<name>`: such files repeat names.
+    """
+
+    def __init__(self, manifest: Manifest, segments: Segments) -> None:
+        self._segments = segments
+        self._rows: dict[str, Tensor] = {}
+        self._views: dict[str, torch.Tensor] = {}
+        for shard in manifest.shards:
+            folder = shard.name.rpartition("/")[0]
+            prefix = f"{folder}/" if folder else ""
+            for row in manifest.rows(shard):
+                self._rows[prefix + row.name] = row
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        found = self._views.get(name)
+        if found is None:
+            row = self._rows[name]
+            found = self._views[name] = view(self._segments[row.segment], row)
+        return found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def row(self, name: str) -> Optional[Tensor]:
+        """What the manifest says of a tensor, without making it."""
+        return self._rows.get(name)

@@ -1,0 +1,320 @@
+"""Capture and restore of a module tree: every tensor an `nn.Module` holds, with its aliases, as storages and slots.
+
+A *storage* is a run of bytes, kept once however many tensors look at it. A *slot* is a place in the tree that holds a tensor:
+a parameter, a buffer or a plain attribute, and how that tensor looks at its storage. Ties, views and buffers shared by many
+modules are slots on one storage and come back as such.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import Any, Iterator, Mapping, Optional
+
+import torch
+
+from engine_shim.handoff.dtypes import BITS
+from engine_shim.handoff.errors import Damaged, Mismatch
+from engine_shim.handoff.manifest import Manifest
+from engine_shim.mapping import DTYPES, NAMES, Segments
+
+_PIECE = 64 << 20  # bytes copied from a device at a time
+
+PARAMETER = "parameter"
+BUFFER = "buffer"
+ATTRIBUTE = "attribute"
+
+
+def module_key(module: torch.nn.Module, key: Optional[Mapping[str, Any]]) -> dict[str, Any]:
+    """What a module's state depends on: its class, its torch, and whatever the caller adds. Must be JSON."""
+    return {"module": _qualified(type(module)), "torch": torch.__version__, "key": dict(key or {})}
+
+
+def key_digest(key: Mapping[str, Any]) -> str:
+    """A digest of the whole key: unknown is not equal, and neither is missing."""
+    text = json.dumps(key, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _qualified(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+@dataclass(frozen=True)
+class TensorStorage:
+    """The bytes behind one or more tensors, on any device. Keeps them alive."""
+
+    storage: torch.UntypedStorage
+
+    @property
+    def nbytes(self) -> int:
+        return self.storage.nbytes()
+
+    def pieces(self) -> Iterator[memoryview]:
+        """The bytes in order; from a device in pieces, so that no second copy of the whole is ever in host memory."""
+        if self.storage.device.type == "cpu":
+            if self.nbytes:
+                yield memoryview((ctypes.c_char * self.nbytes).from_address(self.storage.data_ptr())).cast("B")
+            return
+        whole = torch.empty(0, dtype=torch.uint8, device=self.storage.device).set_(self.storage)
+        for start in range(0, self.nbytes, _PIECE):
+            piece = whole[start : start + _PIECE].cpu()
+            yield memoryview((ctypes.c_char * piece.numel()).from_address(piece.data_ptr())).cast("B")
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A module tree's storages, and the JSON that says how its slots look at them."""
+
+    storages: list[TensorStorage]
+    state: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One tensor's place in the tree, and the tensor."""
+
+    owner: torch.nn.Module
+    path: str  # of the owner in the tree, '' for the root
+    name: str
+    kind: str
+    persistent: bool
+    tensor: torch.Tensor
+
+    @property
+    def label(self) -> str:
+        return f"{self.path}.{self.name}" if self.path else self.name
+
+
+def slots(module: torch.nn.Module) -> Iterator[Slot]:
+    """Every slot of the tree, under every name: a module reached by two paths appears twice, as its state dict has it."""
+    for path, owner in module.named_modules(remove_duplicate=False):
+        for name, parameter in owner._parameters.items():
+            if parameter is not None:
+                yield Slot(owner, path, name, PARAMETER, True, parameter)
+        for name, buffer in owner._buffers.items():
+            if buffer is not None:
+                yield Slot(owner, path, name, BUFFER, name not in owner._non_persistent_buffers_set, buffer)
+        for name, value in vars(owner).items():
+            if isinstance(value, torch.Tensor):
+                yield Slot(owner, path, name, ATTRIBUTE, False, value)
+
+
+def capture(module: torch.nn.Module) -> Captured:
+    """The whole tree. Raises Mismatch for what cannot be captured: tensors on `meta`, sparse, quantised or wrapped ones."""
+    storages: list[TensorStorage] = []
+    index_of: dict[tuple[str, int], int] = {}
+    objects: dict[int, int] = {}
+    rows: list[list[Any]] = []
+    for slot in slots(module):
+        plain = _plain(slot)
+        untyped = plain.untyped_storage()
+        place = (str(untyped.device), untyped.data_ptr() if untyped.nbytes() else -id(slot.tensor))
+        if place not in index_of:
+            index_of[place] = len(storages)
+            storages.append(TensorStorage(untyped))
+        rows.append(
+            [
+                slot.path, slot.name, slot.kind, slot.persistent, _qualified(type(slot.tensor)), slot.tensor.requires_grad,
+                index_of[place], NAMES[plain.dtype], plain.storage_offset(), list(plain.shape), list(plain.stride()),
+                objects.setdefault(id(slot.tensor), len(rows)),
+            ]
+        )  # fmt: skip
+    return Captured(storages, {"slots": rows})
+
+
+def _plain(slot: Slot) -> torch.Tensor:
+    """The tensor without its Parameter class. Raises Mismatch if it is more than bytes in one storage."""
+    plain = slot.tensor.detach().data if slot.kind == PARAMETER else slot.tensor.detach()
+    if plain.device.type == "meta":
+        raise Mismatch(f"{slot.label} is on the meta device: load the module before publishing it")
+    if type(plain) is not torch.Tensor and not isinstance(slot.tensor, torch.nn.Parameter):
+        raise Mismatch(f"{slot.label} is a {_qualified(type(plain))}, which cannot be published")
+    if plain.layout != torch.strided or plain.is_quantized or plain.dtype not in NAMES:
+        raise Mismatch(f"{slot.label} is {plain.layout} of {plain.dtype}, which cannot be published")
+    try:
+        plain.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):
+        raise Mismatch(f"{slot.label} is a {_qualified(type(slot.tensor))} without bytes of its own") from None
+    return plain
+
+
+@dataclass(frozen=True)
+class SlotRow:
+    """A slot as a manifest tells of it, checked. `offset` and `strides` count elements; `same` is the first slot that
+    holds the very same tensor object."""
+
+    path: str
+    name: str
+    kind: str
+    persistent: bool
+    cls: str
+    requires_grad: bool
+    storage: int
+    dtype: str
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    same: int
+
+
+def slot_rows(contents: Manifest) -> list[SlotRow]:
+    """The slots of an engine's state. Raises Damaged unless each lies within its storage."""
+    found: list[SlotRow] = []
+    try:
+        for raw in contents.state["slots"]:
+            path, name, kind, persistent, cls, grad, storage, dtype, offset, shape, strides, same = raw
+            row = SlotRow(
+                path, name, kind, persistent, cls, grad, storage, dtype, offset, tuple(shape), tuple(strides), same
+            )
+            numbers = (row.storage, row.offset, row.same, *row.shape, *row.strides)
+            if not all(type(number) is int and 0 <= number < 1 << 62 for number in numbers):
+                raise ValueError(f"a number of {row.name!r}")
+            if not all(isinstance(text, str) for text in (row.path, row.name, row.kind, row.cls, row.dtype)):
+                raise ValueError("a name")
+            if not all(type(flag) is bool for flag in (row.persistent, row.requires_grad)):
+                raise ValueError(f"a flag of {row.name!r}")
+            if len(row.shape) != len(row.strides) or row.same > len(found):
+                raise ValueError(f"the shape or identity of {row.name!r}")
+            last = sum((extent - 1) * stride for extent, stride in zip(row.shape, row.strides))
+            end = row.offset + last + 1 if 0 not in row.shape else 0
+            if end * BITS[row.dtype] // 8 > contents.tensors[row.storage].nbytes:
+                raise ValueError(f"the place of {row.name!r}")
+            found.append(row)
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        raise Damaged(f"the state of {contents.model!r} does not make sense ({error}): publish it again") from None
+    return found
+
+
+def views(contents: Manifest, segments: Segments, rows: list[SlotRow]) -> list[torch.Tensor]:
+    """One tensor for each slot; those on one storage share it, those that were one object are one object."""
+    storages: dict[int, torch.UntypedStorage] = {}
+    made: list[torch.Tensor] = []
+    for index, row in enumerate(rows):
+        if row.same < index:
+            made.append(made[row.same])
+            continue
+        if row.storage not in storages:
+            place = contents.tensors[row.storage]
+            flat = (
+                torch.frombuffer(segments[place.segment], dtype=torch.uint8, count=place.nbytes, offset=place.offset)
+                if place.nbytes
+                else torch.empty(0, dtype=torch.uint8)
+            )
+            storages[row.storage] = flat.untyped_storage()
+        empty = torch.empty(0, dtype=DTYPES[row.dtype])
+        made.append(empty.set_(storages[row.storage], row.offset, row.shape, row.strides))
+    return made
+
+
+def restore(module: torch.nn.Module, contents: Manifest, segments: Segments) -> None:
+    """Binds a published state into `module`. Checks everything first: raises Mismatch and touches nothing if the tree is
+    not the one that was captured; afterwards compares the result with what was captured."""
+    rows = slot_rows(contents)
+    here = {(slot.path, slot.name): slot for slot in slots(module)}
+    for row in rows:
+        slot = here.get((row.path, row.name))
+        if slot is None and row.kind == ATTRIBUTE:
+            continue
+        if slot is None or slot.kind != row.kind:
+            raise Mismatch(f"the module has no {row.kind} {row.path}.{row.name}, which {contents.model!r} was published with")
+        if _qualified(type(slot.tensor)) != row.cls or tuple(slot.tensor.shape) != row.shape:
+            raise Mismatch(
+                f"{slot.label} is a {_qualified(type(slot.tensor))} of shape {tuple(slot.tensor.shape)} and was published "
+                f"as {row.cls} of shape {row.shape}"
+            )
+    extra = set(here) - {(row.path, row.name) for row in rows}
+    if extra:
+        raise Mismatch(f"{contents.model!r} was published without {'.'.join(min(extra))}, which the module has")
+    bound: dict[int, torch.Tensor] = {}
+    owners = dict(module.named_modules(remove_duplicate=False))
+    for index, (row, tensor) in enumerate(zip(rows, views(contents, segments, rows))):
+        slot = here.get((row.path, row.name))
+        if row.same < index:
+            value: torch.Tensor = bound[row.same]
+        else:
+            value = _bound(slot.tensor if slot else None, tensor, row.kind, row.requires_grad)
+        bound[index] = value
+        _put(owners[row.path], row.name, row.kind, row.persistent, value)
+    _compare(module, rows)
+
+
+def _bound(old: Optional[torch.Tensor], data: torch.Tensor, kind: str, requires_grad: bool) -> torch.Tensor:
+    """`data` in the dress of `old`: the same object where its bytes can be exchanged, so that attributes such as an
+    engine's `weight_loader` stay; a new parameter with those attributes where it was on `meta`."""
+    if kind != PARAMETER:
+        return data
+    if isinstance(old, torch.nn.Parameter) and old.device == data.device:
+        old.data = data
+        old.requires_grad_(requires_grad)
+        return old
+    new = torch.nn.Parameter(data, requires_grad=requires_grad)
+    if old is not None:
+        new.__class__ = type(old)  # type: ignore[assignment]
+        new.__dict__.update(vars(old))
+    return new
+
+
+def _put(owner: torch.nn.Module, name: str, kind: str, persistent: bool, value: torch.Tensor) -> None:
+    if kind == PARAMETER:
+        owner._parameters[name] = value  # type: ignore[assignment]
+    elif kind == BUFFER:
+        owner._buffers[name] = value
+        (owner._non_persistent_buffers_set.discard if persistent else owner._non_persistent_buffers_set.add)(name)
+    else:
+        owner.__dict__[name] = value
+
+
+def _compare(module: torch.nn.Module, rows: list[SlotRow]) -> None:
+    """Raises Mismatch unless the tree now is what was captured: names, classes, shapes, strides, types and aliases."""
+    again = capture(module).state["slots"]
+    wanted = {(row.path, row.name): row for row in rows}
+    seen: dict[int, int] = {}  # storages may be numbered otherwise; which slots share one may not differ
+    for path, name, kind, persistent, cls, grad, storage, dtype, offset, shape, strides, _ in again:
+        row = wanted.get((path, name))
+        found = (kind, persistent, cls, grad, dtype, offset, tuple(shape), tuple(strides))
+        if row is None or found != (
+            row.kind, row.persistent, row.cls, row.requires_grad, row.dtype, row.offset, row.shape, row.strides,
+        ) or seen.setdefault(storage, row.storage) != row.storage:  # fmt: skip
+            raise Mismatch(f"{path}.{name} is not as it was published after binding; load the module in the ordinary way")
+    if len(again) != len(rows):
+        raise Mismatch("the module lost a tensor while being bound; load it in the ordinary way")
+
+
+def bind(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor], model: str) -> None:
+    """Binds checkpoint tensors by name, zero-copy. Raises Mismatch, before anything is touched, unless every parameter and
+    persistent buffer has exactly one tensor of its shape and type, ties counted once, and no tensor is left over."""
+    places: dict[int, list[Slot]] = {}
+    for slot in slots(module):
+        if slot.kind != ATTRIBUTE and slot.persistent:
+            places.setdefault(id(slot.tensor), []).append(slot)
+        elif slot.tensor.device.type == "meta":
+            raise Mismatch(
+                f"{slot.label} is not part of a checkpoint and has no value on the meta device: build the module normally"
+            )
+    plan: list[tuple[list[Slot], torch.Tensor]] = []
+    used = set()
+    for group in places.values():
+        names = [slot.label for slot in group if slot.label in tensors]
+        if not names:
+            raise Mismatch(f"{model!r} has no tensor {group[0].label}, which the module needs")
+        data, old = tensors[names[0]], group[0].tensor
+        if data.shape != old.shape or data.dtype != old.dtype:
+            raise Mismatch(
+                f"{names[0]} is {data.dtype} {tuple(data.shape)} in {model!r} and {old.dtype} {tuple(old.shape)} in the "
+                "module: build the module with the checkpoint's dtype and configuration"
+            )
+        used.update(names)
+        plan.append((group, data))
+    left = [name for name in tensors if name not in used]
+    if left:
+        raise Mismatch(f"the module has no place for {left[0]} of {model!r} ({len(left)} tensors are left over)")
+    for group, data in plan:
+        slot = group[0]
+        value = _bound(slot.tensor, data, slot.kind, slot.tensor.requires_grad)
+        for slot in group:
+            _put(slot.owner, slot.name, slot.kind, slot.persistent, value)
+
+

@@ -1,0 +1,1 @@
+"""The sidecar: loads weights once, keeps them in shared memory, and tells engines where. Needs no torch."""

@@ -1,0 +1,392 @@
+"""The writer's side of the handoff: generations come, are adopted, are retired and go; the catalog tells of each step.
+
+Every step is written so that a kill after it leaves something that the next sidecar can name: what the catalog does not
+list is swept, what it lists as ready is whole.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import secrets
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine_shim.handoff import attachment, catalog, manifest, posix, publication, semaphores
+from engine_shim.handoff.catalog import Catalog, ControlPage, Generation
+from engine_shim.handoff.errors import Busy, Damaged, HandoffError, NotFound
+from engine_shim.handoff.manifest import Manifest
+from engine_shim.handoff.names import PoolPaths
+from engine_shim.handoff.room import gib
+from engine_shim.handoff.semaphores import LIFE_BYTE, Bell, Guard
+from sidecar import loader
+
+log = logging.getLogger("ballast")
+
+KEPT = 2  # ready generations of a model: the one served, and the one before, for those who want to go back
+GUARD_TIMEOUT = 5.0
+_PROGRESS_EVERY = 0.1  # seconds between two writes of progress to the catalog
+
+
+@dataclass(frozen=True)
+class Adopted:
+    """What a restarted sidecar found intact."""
+
+    generation: Generation
+    contents: Manifest
+
+
+class PoolWriter:
+    """The one sidecar of a pool. Holds the control page's locks for its whole life; safe to use from several threads."""
+
+    def __init__(self, paths: PoolPaths) -> None:
+        """Takes the pool. Raises Busy if another sidecar has it, HandoffError if its directory cannot be used."""
+        self.paths = paths
+        self._lock = threading.RLock()
+        if not paths.dir.is_dir():
+            raise NotFound(f"{paths.dir} is not a directory: mount a memory file system there, or change --dir")
+        self.page = _take(paths)
+        self.guard = Guard(paths, self.page.fd, create=True)
+        self.guard.reset()
+        self.bell = Bell(paths, create=True)
+        try:
+            previous = self.page.read()
+        except (NotFound, Damaged) as error:
+            if isinstance(error, Damaged):
+                log.warning("%s; starting with an empty pool", error)
+            previous = Catalog(boot="")
+        self._next_progress = 0.0
+        highest = max((name.generation or 0 for name in paths.objects()), default=0)
+        self.catalog = dataclasses.replace(
+            previous, boot=secrets.token_hex(16), next=max(previous.next, highest + 1)
+        )
+
+    # Reading
+
+    def ready(self, model: str, kind: str = catalog.CHECKPOINT) -> list[Generation]:
+        """A model's ready generations, newest first."""
+        return [g for g in self.catalog.of_model(model, catalog.READY) if g.kind == kind]
+
+    # Starting and adopting
+
+    def adopt(self) -> list[Adopted]:
+        """Takes over what the previous sidecar left: keeps what is whole, forgets the rest, then sweeps.
+
+        Checks each manifest's digest and every segment's presence, owner, mode and size; reads no tensor and no disk.
+        """
+        adopted = []
+        kept = self.catalog
+        for generation in self.catalog.generations:
+            if generation.state == catalog.RETIRED:
+                continue
+            if generation.state == catalog.READY:
+                try:
+                    adopted.append(Adopted(generation, self._check(generation)))
+                    continue
+                except HandoffError as error:
+                    log.warning("generation %d of %s is dropped: %s", generation.number, generation.model, error)
+            kept = kept.without(generation.number)
+        self._write(kept)
+        self.sweep()
+        return adopted
+
+    def _check(self, generation: Generation) -> Manifest:
+        path = self.paths.manifest(generation.number)
+        contents = manifest.read(path)
+        if (contents.generation, contents.model, contents.complete) != (generation.number, generation.model, True):
+            raise Damaged(f"{path} is the manifest of something else")
+        for index, size in enumerate(contents.segments):
+            self._check_segment(self.paths.segment(generation.number, index), size)
+        return contents
+
+    @staticmethod
+    def _check_segment(path: Path, size: int) -> None:
+        fd = posix.open_existing(path)
+        try:
+            status = os.fstat(fd)
+        finally:
+            os.close(fd)
+        if status.st_size != size or status.st_mode & 0o222:
+            raise Damaged(f"{path} has another size or mode than it was published with")
+
+    def sweep(self) -> int:
+        """Removes what belongs to nobody: objects that the catalog does not list, records of dead engines, publications
+        of dead publishers. Says how many."""
+        with self._lock, self.guard.hold(GUARD_TIMEOUT):
+            count = attachment.sweep(self.paths)
+            listed = {generation.number for generation in self.catalog.generations}
+            building = {g.number for g in self.catalog.generations if g.state == catalog.LOADING}
+            objects = self.paths.objects()
+            whole = {name.file for name in objects if name.kind == "publication" and not name.tmp}
+            for name in objects:
+                path = self.paths.dir / name.file
+                if name.generation is not None:
+                    gone = name.generation not in listed or (name.tmp and name.generation not in building)
+                elif name.kind == "ctl":
+                    gone = name.tmp
+                elif name.kind == "publication":
+                    base = ".".join(name.file.split(".")[:3])  # ballast-<pool>.in.<id>
+                    gone = (name.tmp or base not in whole) and publication.alive(path) is False
+                else:
+                    gone = False
+                if gone:
+                    count += posix.remove(path)
+        if count:
+            log.info("swept %d objects that belonged to nobody", count)
+        return count
+
+    # Generations
+
+    def begin(self, contents: Manifest) -> Manifest:
+        """Announces a generation that is about to be loaded, and gives it its number."""
+        with self._lock:
+            contents = dataclasses.replace(contents, generation=self.catalog.next, complete=False)
+            generation = Generation(
+                contents.generation, contents.model, contents.kind, catalog.LOADING, contents.nbytes,
+                since=time.time(), key=str(contents.engine.get("key", "")),
+            )  # fmt: skip
+            # The number is used up first: if we die between the two, the next sidecar does not meet it again.
+            self._write(dataclasses.replace(self.catalog, next=contents.generation + 1))
+            manifest.write(contents, self.paths.manifest(contents.generation))
+            self._write(self.catalog.with_generation(generation))
+            return contents
+
+    def progress(self, number: int, done: int, segment_done: int | None = None) -> None:
+        """Tells waiting engines how far loading is; a complete segment at once, bytes ten times a second."""
+        with self._lock:
+            now = time.monotonic()
+            generation = self.catalog.get(number)
+            if generation is None or (segment_done is None and now < self._next_progress):
+                return
+            self._next_progress = now + _PROGRESS_EVERY
+            shards = generation.shards
+            if segment_done is not None:
+                shards = f"{int(shards or '0', 16) | 1 << segment_done:x}"
+            self._write(self.catalog.with_generation(dataclasses.replace(generation, done=done, shards=shards)))
+
+    def publish(self, contents: Manifest) -> None:
+        """Makes a loaded generation ready: its manifest first, then the catalog. Retires what is too old."""
+        with self._lock:
+            generation = self.catalog.get(contents.generation)
+            if generation is None:
+                raise NotFound(f"generation {contents.generation} was dropped while it was being loaded")
+            manifest.write(dataclasses.replace(contents, complete=True), self.paths.manifest(contents.generation))
+            self._write(
+                self.catalog.with_generation(
+                    dataclasses.replace(
+                        generation, state=catalog.READY, done=generation.total, shards="", since=time.time()
+                    )
+                )
+            )
+            same = [g for g in self.ready(generation.model, generation.kind) if g.key == generation.key]
+            for old in same[KEPT:]:
+                self.retire(old.number)
+
+    def amend(self, contents: Manifest) -> None:
+        """Replaces a ready generation's manifest by one that differs in what is not its table of tensors."""
+        with self._lock:
+            manifest.write(contents, self.paths.manifest(contents.generation))
+            self._write(self.catalog)
+
+    def fail(self, model: str, reason: str, number: int | None = None, kind: str = catalog.CHECKPOINT) -> None:
+        """Writes down why a model could not be had, in place of its generation where it had one already."""
+        with self._lock:
+            kept = self.catalog
+            for old in kept.of_model(model, catalog.FAILED):
+                kept = kept.without(old.number)
+            number = self.catalog.next if number is None else number
+            failed = Generation(number, model, kind, catalog.FAILED, reason=reason[:2000], since=time.time())
+            self._write(kept.with_generation(failed))
+            self._remove_objects(number)
+
+    def forget_failures(self, model: str) -> None:
+        with self._lock:
+            for old in self.catalog.of_model(model, catalog.FAILED):
+                self._write(self.catalog.without(old.number))
+
+    def drop(self, number: int) -> None:
+        """Forgets a generation and removes its objects. Whoever has them mapped keeps his bits."""
+        with self._lock:
+            self._write(self.catalog.without(number))
+            self._remove_objects(number)
+
+    def retire(self, number: int) -> None:
+        """Takes a generation out of service. It is freed by `collect` once no attachment to it is alive."""
+        with self._lock:
+            generation = self.catalog.get(number)
+            if generation is not None and generation.state != catalog.RETIRED:
+                retired = dataclasses.replace(generation, state=catalog.RETIRED, since=time.time())
+                self._write(self.catalog.with_generation(retired))
+
+    def collect(self) -> int:
+        """Frees retired generations that nobody holds; says how many bytes. Looks for attachments only after the catalog
+        says retired: an engine looks at the catalog only after its record is written."""
+        retired = [g for g in self.catalog.generations if g.state == catalog.RETIRED]
+        if not retired:
+            return 0
+        held = {record.generation for record in attachment.alive(self.paths)}
+        freed = 0
+        for generation in retired:
+            if generation.number not in held and -1 not in held:
+                self.drop(generation.number)
+                freed += generation.total
+                log.info("freed generation %d of %s (%s)", generation.number, generation.model, gib(generation.total))
+        return freed
+
+    def adopt_publications(self) -> int:
+        """Makes generations of what engines have published. Says how many."""
+        count = 0
+        for name in self.paths.objects():
+            identifier = name.file.rsplit(".", 1)[-1]
+            if name.kind != "publication" or name.tmp or identifier.startswith("w"):
+                continue
+            count += self._adopt_publication(identifier, self.paths.dir / name.file)
+        return count
+
+    def _adopt_publication(self, identifier: str, path: Path) -> bool:
+        began = time.monotonic()
+        number = None
+        model = ""
+        try:
+            contents = manifest.read(path)
+            model = contents.model
+            key = contents.engine.get("key")
+            if contents.kind != catalog.ENGINE or contents.complete or not isinstance(key, str):
+                raise Damaged(f"{path.name} is not a publication of an engine's state")
+            for index, size in enumerate(contents.segments):
+                self._check_segment(self.paths.publication_segment(identifier, index), size)
+            contents = self.begin(contents)
+            number = contents.generation
+            for index in range(len(contents.segments)):
+                posix.rename(self.paths.publication_segment(identifier, index), self.paths.segment(number, index))
+            self.publish(dataclasses.replace(contents, tensors=self._digested(contents)))
+        except HandoffError as error:
+            log.warning("a publication is refused: %s", error)
+            if model:
+                self.fail(model, str(error), number, catalog.ENGINE)
+            self._remove_publication(identifier)
+            return False
+        self._remove_publication(identifier)
+        log.info(
+            "adopted the state of %s that an engine published: generation %d, %s, %.1f s",
+            model, number, gib(contents.nbytes), time.monotonic() - began,
+        )  # fmt: skip
+        return True
+
+    def _digested(self, contents: Manifest) -> list[manifest.Tensor]:
+        digests = recompute(self.paths, contents)
+        return [row._replace(digest=digests[index]) for index, row in enumerate(contents.tensors)]
+
+    def _remove_publication(self, identifier: str) -> None:
+        prefix = self.paths.publication(identifier).name
+        for name in self.paths.objects():
+            if name.file == prefix or name.file.startswith(prefix + "."):
+                posix.remove(self.paths.dir / name.file)
+
+    def _remove_objects(self, number: int) -> None:
+        for name in self.paths.objects():
+            if name.generation == number:
+                posix.remove(self.paths.dir / name.file)
+
+    def _write(self, new: Catalog) -> None:
+        with self._lock:
+            self.catalog = self.page.write(new)
+        self.bell.ring()
+
+    # The end
+
+    def close(self, remove: bool) -> None:
+        """Gives the pool up, to a successor or, with `remove`, altogether."""
+        if remove:
+            self._write(dataclasses.replace(self.catalog, generations=()))
+            remove_objects(self.paths)
+        self.guard.close()
+        self.bell.close()
+        self.page.close()
+
+
+def _take(paths: PoolPaths) -> ControlPage:
+    """The control page, locked. One that a purge took away between opening and locking is not the pool's any more."""
+    while True:
+        page = _open_or_replace(paths)
+        if not posix.try_flock(page.fd):
+            page.close()
+            raise Busy(
+                f"another sidecar already serves pool {paths.pool!r}: use that one, stop it, or choose another --pool"
+            )
+        if page.current and posix.try_lock_byte(page.fd, LIFE_BYTE):
+            return page
+        page.close()
+
+
+def _open_or_replace(paths: PoolPaths) -> ControlPage:
+    """Opens or makes the control page; replaces one that is damaged if no sidecar holds it."""
+    try:
+        return ControlPage.create_or_open(paths)
+    except Damaged as error:
+        fd = posix.open_existing(paths.control, write=True)
+        try:
+            if posix.try_flock(fd) and posix.same_file(fd, paths.control):
+                log.warning("%s; it is replaced", error)
+                posix.remove(paths.control)
+                return ControlPage.create_or_open(paths)
+        finally:
+            os.close(fd)
+        raise
+
+
+def remove_objects(paths: PoolPaths) -> int:
+    """Removes every object of a pool, the control page last, and its semaphores. Says how many. The caller holds the lock."""
+    count = 0
+    names = sorted(paths.objects(), key=lambda name: name.kind == "ctl")
+    for name in names:
+        count += posix.remove(paths.dir / name.file)
+    semaphores.unlink(paths)
+    return count
+
+
+def purge(paths: PoolPaths, force: bool = False) -> int:
+    """Removes a pool that has no sidecar. Raises Busy if it has one, or if engines are attached and not `force`."""
+    try:
+        fd = posix.open_existing(paths.control, write=True)
+    except NotFound:
+        return remove_objects(paths)
+    try:
+        if not posix.try_flock(fd):
+            raise Busy(f"the sidecar of pool {paths.pool!r} is running: stop it first (it removes the pool on SIGINT)")
+        held = list(attachment.alive(paths))
+        if held and not force:
+            who = ", ".join(f"{record.command or record.engine or 'an engine'} (pid {record.pid})" for record in held)
+            raise Busy(f"{len(held)} engines are attached to pool {paths.pool!r}: {who}; stop them, or use --force")
+        return remove_objects(paths)
+    finally:
+        os.close(fd)
+
+
+def recompute(paths: PoolPaths, contents: Manifest) -> dict[int, str]:
+    """The digest of every tensor of a generation as it is in shared memory now: row → digest."""
+    found: dict[int, str] = {}
+    by_segment: dict[int, list[int]] = {}
+    for index, row in enumerate(contents.tensors):
+        by_segment.setdefault(row.segment, []).append(index)
+    buffers = threading.local()
+    for segment, rows in by_segment.items():
+        path = paths.segment(contents.generation, segment)
+        fd = posix.open_existing(path)
+        try:
+            runs = [(contents.tensors[index].offset, contents.tensors[index].nbytes) for index in rows]
+            found.update(zip(rows, loader.segment_digests(fd, runs, path, buffers), strict=True))
+        finally:
+            os.close(fd)
+    return found
+
+
+def damaged(paths: PoolPaths, contents: Manifest) -> list[str]:
+    """The names of the tensors whose bytes are not what was published."""
+    digests: Mapping[int, Any] = recompute(paths, contents)
+    return [row.name for index, row in enumerate(contents.tensors) if digests[index] != row.digest]

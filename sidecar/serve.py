@@ -1,0 +1,433 @@
+"""The sidecar's life: take the pool, adopt what is intact, load what is not, watch the files, keep order, leave.
+
+One thread loads; the main thread looks after everything else and is never away for long, so that signals, publications and
+changed files are met at once. What happens to one model does not touch the others.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import queue
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+
+from engine_shim.handoff import catalog, identity, manifest, posix
+from engine_shim.handoff.errors import HandoffError, NameRefused
+from engine_shim.handoff.identity import FileIdentity, Stat
+from engine_shim.handoff.manifest import Manifest, Shard, Tensor
+from engine_shim.handoff.names import PoolPaths, check_model
+from engine_shim.handoff.room import gib, room
+from sidecar import checkpoint, loader
+from sidecar.checkpoint import Checkpoint, CheckpointError
+from sidecar.loader import Cancelled, Loaded, Placed, ShardLoader
+from sidecar.pool import PoolWriter
+
+log = logging.getLogger("ballast")
+
+WATCH_EVERY = 1.0  # seconds between two looks at the checkpoint files: a stat each
+SWEEP_EVERY = 5.0
+RETRY_EVERY = 30.0  # a checkpoint that could not be loaded is tried again this often, or once its files change
+SETTLE = 2.0  # a changed checkpoint is loaded once it has stayed as it is for this long: something may still be writing
+_TURN = 0.2  # seconds between two looks for publications; the bell is left to the engines, whom it should wake
+
+KEEP = "keep"
+REMOVE = "remove"
+
+# Told of every model's progress: name, bytes done, bytes in all, state.
+Progress = Callable[[str, int, int, str], None]
+
+
+@dataclass
+class Model:
+    """A checkpoint that this sidecar serves, and how it stands with it."""
+
+    path: Path
+    name: str
+    found: Checkpoint | None = None
+    generation: int | None = None
+    reason: str = ""
+    busy: bool = False  # queued for loading, or being loaded
+    seen: object = None  # the files as last looked at
+    seen_at: float = 0.0
+    tried_at: float = field(default=0.0)
+
+
+def name_models(paths: Sequence[Path], names: Sequence[str]) -> list[Model]:
+    """The models to serve. Raises NameRefused for names that cannot be, collide, or do not match the checkpoints in number."""
+    if names and len(names) != len(paths):
+        raise NameRefused(f"{len(names)} --name for {len(paths)} checkpoints: give one for each, in the same order, or none")
+    chosen = list(names) or [checkpoint.default_name(path) for path in paths]
+    models: dict[str, Model] = {}
+    for path, name in zip(paths, chosen, strict=True):
+        check_model(name)
+        if name in models:
+            raise NameRefused(f"{models[name].path} and {path} would both be called {name!r}: give each a --name")
+        models[name] = Model(path, name)
+    return list(models.values())
+
+
+def plan(found: Checkpoint, name: str) -> tuple[Manifest, list[list[Placed]]]:
+    """The manifest of a checkpoint before it is loaded, and each shard's tensors in file order."""
+    rows: list[Tensor] = []
+    shards: list[Shard] = []
+    layouts: list[list[Placed]] = []
+    segments: list[int] = []
+    for index, shard in enumerate(found.shards):
+        placed, size = loader.place(shard)
+        offsets = {tensor.entry.name: tensor.offset for tensor in placed}
+        known = FileIdentity(shard.size, shard.header_digest, "", shard.stat)
+        shards.append(Shard(shard.name, known, shard.metadata, len(rows), len(shard.tensors), index))
+        rows.extend(
+            Tensor(e.name, e.dtype, e.shape, None, index, offsets[e.name], e.nbytes, None, e.begin) for e in shard.tensors
+        )
+        layouts.append(placed)
+        segments.append(size)
+    contents = Manifest(
+        generation=0, model=name, kind=catalog.CHECKPOINT, complete=False, created=time.time(),
+        source=str(found.path.absolute()), segments=tuple(segments), tensors=rows, shards=tuple(shards),
+        config=dict(found.config),
+    )  # fmt: skip
+    return contents, layouts
+
+
+def completed(contents: Manifest, layouts: list[list[Placed]], loaded: Sequence[Loaded]) -> Manifest:
+    """The manifest with what loading has found: digests, samples, the files' state."""
+    rows = list(contents.tensors)
+    shards = []
+    for shard, placed, result in zip(contents.shards, layouts, loaded, strict=True):
+        digests = {tensor.entry.name: value for tensor, value in zip(placed, result.digests, strict=True)}
+        for index in range(shard.first, shard.first + shard.count):
+            rows[index] = rows[index]._replace(digest=digests[rows[index].name])
+        known = dataclasses.replace(shard.identity, sample=result.sample, stat=result.stat)
+        shards.append(dataclasses.replace(shard, identity=known))
+    return dataclasses.replace(contents, complete=True, tensors=rows, shards=tuple(shards))
+
+
+class Sidecar:
+    """Serves checkpoints in one pool until it is told to stop."""
+
+    def __init__(
+        self, paths: PoolPaths, models: Sequence[Model], on_exit: str | None = None, progress: Progress | None = None
+    ) -> None:
+        self.paths = paths
+        self.models = {model.name: model for model in models}
+        self._on_exit = on_exit
+        self._tell = progress or (lambda *_: None)
+        self._stop = threading.Event()
+        self._signal = 0
+        self._queue: queue.Queue[Model | None] = queue.Queue()
+        self._buffers = threading.local()
+
+    # Life
+
+    def run(self) -> int:
+        """Serves until a signal comes. 0 after an orderly end, 1 if there is nothing that could be served.
+
+        Raises Busy if the pool has a sidecar already.
+        """
+        pool = self._pool = PoolWriter(self.paths)
+        previous = [signal.signal(number, self._on_signal) for number in (signal.SIGTERM, signal.SIGINT)]
+        remove = False
+        worker = threading.Thread(target=self._work, name="ballast-loader")
+        try:
+            self._adopt()
+            pool.collect()
+            for model in self.models.values():
+                if model.generation is None and not model.reason:
+                    self._enqueue(model)
+            worker.start()
+            code = self._turn_until_stopped()
+            remove = code != 0 or self._leaves_nothing()
+            return code
+        finally:
+            self._stop.set()
+            self._queue.put(None)
+            if worker.ident is not None:
+                worker.join()
+            pool.close(remove)
+            for number, handler in zip((signal.SIGTERM, signal.SIGINT), previous, strict=True):
+                signal.signal(number, handler)
+            log.info("stopped; the pool %s", "is removed" if remove else "stays for the next sidecar")
+
+    def _on_signal(self, number: int, _: FrameType | None) -> None:
+        self._signal = number
+        self._stop.set()
+
+    def _leaves_nothing(self) -> bool:
+        if self._on_exit is not None:
+            return self._on_exit == REMOVE
+        return self._signal == signal.SIGINT
+
+    def _turn_until_stopped(self) -> int:
+        pool = self._pool
+        next_watch = next_sweep = time.monotonic()
+        while not self._stop.is_set():
+            self._stop.wait(_TURN)
+            now = time.monotonic()
+            if not pool.page.current:
+                log.error(
+                    "pool %s was removed from %s under this sidecar (does an engine's start script wipe it? then give the "
+                    "pool a directory of its own with --dir); ending, so that a restart can load it again",
+                    self.paths.pool, self.paths.dir,
+                )  # fmt: skip
+                return 1
+            pool.adopt_publications()
+            if now >= next_watch:
+                next_watch = now + WATCH_EVERY
+                for model in self.models.values():
+                    self._watch(model, now)
+            if now >= next_sweep:
+                next_sweep = now + SWEEP_EVERY
+                pool.sweep()
+            pool.collect()
+            if self._hopeless():
+                return 1
+        return 0
+
+    def _hopeless(self) -> bool:
+        """Whether every model has failed and nothing is left to serve: then somebody should know, by our exit code."""
+        return (
+            all(model.reason and not model.busy and model.generation is None for model in self.models.values())
+            and not any(g.state in (catalog.READY, catalog.LOADING) for g in self._pool.catalog.generations)
+            and self._queue.empty()
+        )
+
+    # Adopting
+
+    def _adopt(self) -> None:
+        """Takes over intact generations; plans the rest, so that waiting engines know at once what will come."""
+        began = time.monotonic()
+        adopted = self._pool.adopt()
+        by_model = {}
+        for item in adopted:
+            if item.generation.kind == catalog.CHECKPOINT:
+                by_model[item.generation.model] = item
+            if item.generation.model not in self.models:
+                if item.generation.kind == catalog.CHECKPOINT:
+                    log.info("%s is no longer asked for and is retired", item.generation.model)
+                    self._pool.retire(item.generation.number)
+        for model in self.models.values():
+            self._open(model)
+            if model.name not in by_model:
+                continue
+            item = by_model[model.name]
+            if model.found is None:
+                log.warning("%s: %s; serving what the pool holds of it", model.name, model.reason)
+                model.generation, model.reason = item.generation.number, ""
+            elif _unchanged(item.contents, model.found):
+                model.generation = item.generation.number
+                log.info(
+                    "adopted %s, generation %d, %s, in %.1f ms, without reading it",
+                    model.name, item.generation.number, gib(item.generation.total), 1000 * (time.monotonic() - began),
+                )  # fmt: skip
+                self._tell(model.name, item.generation.total, item.generation.total, catalog.READY)
+
+    def _open(self, model: Model) -> bool:
+        """Looks at the files. What is wrong with them becomes the model's reason."""
+        model.seen = _look(model.path)
+        model.seen_at = model.tried_at = time.monotonic()
+        try:
+            model.found = checkpoint.open_checkpoint(model.path, model.name)
+            model.reason = ""
+        except CheckpointError as error:
+            model.found = None
+            self._failed(model, str(error))
+        return model.found is not None
+
+    def _failed(self, model: Model, reason: str, number: int | None = None) -> None:
+        model.reason = reason
+        log.error("%s cannot be loaded: %s", model.name, reason)
+        self._pool.fail(model.name, reason, number)
+        self._tell(model.name, 0, 0, catalog.FAILED)
+
+    # Watching
+
+    def _watch(self, model: Model, now: float) -> None:
+        """Notices changed files, and has them loaded once they have settled."""
+        if model.busy:
+            return
+        seen = _look(model.path)
+        if seen != model.seen:
+            model.seen, model.seen_at = seen, now
+            log.info("%s has changed on disk", model.path)
+            return
+        retry = model.reason and now - model.tried_at > RETRY_EVERY
+        if (model.seen_at > model.tried_at and now - model.seen_at >= SETTLE) or retry:
+            if self._open(model):
+                self._enqueue(model)
+
+    def _enqueue(self, model: Model) -> None:
+        model.busy = True
+        self._queue.put(model)
+
+    # Loading
+
+    def _work(self) -> None:
+        with ThreadPoolExecutor(loader.THREADS, thread_name_prefix="ballast-read") as executor:
+            while (model := self._queue.get()) is not None and not self._stop.is_set():
+                try:
+                    self._load(model, executor)
+                except Cancelled:
+                    break
+                except Exception as error:  # one model's trouble is not the others'
+                    log.debug("the whole story", exc_info=True)
+                    self._failed(model, f"{type(error).__name__}: {error}")
+                finally:
+                    model.busy = False
+                    model.tried_at = time.monotonic()
+
+    def _load(self, model: Model, executor: ThreadPoolExecutor) -> None:
+        assert model.found is not None
+        found = _settled(model.found)
+        contents, layouts = plan(found, model.name)
+        if self._still_the_same(model, contents, layouts, found, executor):
+            return
+        number = None
+        began = time.monotonic()
+        try:
+            self._make_room(model, sum(contents.segments))
+            contents = self._pool.begin(contents)
+            number = contents.generation
+            loaded = self._load_shards(found, contents, layouts, executor)
+            self._pool.publish(completed(contents, layouts, loaded))
+        except Cancelled:
+            if number is not None:
+                self._pool.drop(number)
+            raise
+        except (CheckpointError, HandoffError) as error:
+            self._failed(model, str(error), number)
+            return
+        model.generation = number
+        model.reason = ""
+        self._pool.forget_failures(model.name)
+        took = time.monotonic() - began
+        log.info(
+            "%s is ready: generation %d, %s in %d tensors, %.1f s, %s/s",
+            model.name, number, gib(contents.nbytes), len(contents.tensors), took, gib(int(contents.nbytes / (took or 1))),
+        )  # fmt: skip
+        self._tell(model.name, contents.nbytes, contents.nbytes, catalog.READY)
+
+    def _load_shards(
+        self, found: Checkpoint, contents: Manifest, layouts: list[list[Placed]], executor: ThreadPoolExecutor
+    ) -> list[Loaded]:
+        done = 0
+        lock = threading.Lock()
+
+        def progress(count: int) -> None:
+            nonlocal done
+            with lock:
+                done += count
+                self._pool.progress(contents.generation, done)
+                self._tell(contents.model, done, contents.nbytes, catalog.LOADING)
+
+        loaded = []
+        for index, shard in enumerate(found.shards):
+            path = self.paths.segment(contents.generation, index)
+            building = path.with_name(path.name + ".tmp")
+            fd = loader.create_segment(building, layouts[index], contents.segments[index])
+            try:
+                work = ShardLoader(shard, layouts[index], fd, building, self._stop, progress)
+                loaded.append(work.load(executor, self._buffers))
+                os.fchmod(fd, posix.PUBLISHED)
+                posix.rename(building, path)
+            finally:
+                os.close(fd)
+            self._pool.progress(contents.generation, done, segment_done=index)
+        return loaded
+
+    def _still_the_same(
+        self,
+        model: Model,
+        contents: Manifest,
+        layouts: list[list[Placed]],
+        found: Checkpoint,
+        executor: ThreadPoolExecutor,
+    ) -> bool:
+        """Whether files that were touched or copied hold what the pool holds: then only the record of them is renewed.
+
+        Reads them once, comparing every tensor's digest; needs no memory.
+        """
+        ready = self._pool.ready(model.name)
+        if not ready:
+            return False
+        try:
+            old = manifest.read(self.paths.manifest(ready[0].number))
+        except HandoffError:
+            return False
+        same = [(s.name, s.identity.size, s.identity.header) for s in old.shards] == [
+            (s.name, s.identity.size, s.identity.header) for s in contents.shards
+        ]
+        if not same:
+            return False
+        loaded = []
+        try:
+            for index, shard in enumerate(found.shards):
+                work = ShardLoader(shard, layouts[index], None, shard.path, self._stop, lambda _: None)
+                loaded.append(work.load(executor, self._buffers))
+                new = loaded[-1].digests
+                by_name = {row.name: row.digest for row in old.rows(old.shards[index])}
+                if any(by_name[t.entry.name] != d for t, d in zip(layouts[index], new, strict=True)):
+                    return False
+        except CheckpointError as error:
+            self._failed(model, str(error))
+            return True
+        renewed = dataclasses.replace(
+            completed(contents, layouts, loaded), generation=old.generation, created=old.created
+        )
+        self._pool.amend(renewed)
+        model.generation = old.generation
+        log.info("%s was touched but not changed: generation %d stays", model.name, old.generation)
+        return True
+
+    def _make_room(self, model: Model, needed: int) -> None:
+        """Raises NoRoom, with numbers, unless `needed` bytes fit; lets older generations of the model go for that."""
+        for old in reversed(self._pool.ready(model.name)[1:]):
+            if room(self.paths.dir).bytes >= needed:
+                break
+            self._pool.retire(old.number)
+            self._pool.collect()
+        room(self.paths.dir).require(needed, f"{model.name!r}")
+
+
+def _look(path: Path) -> object:
+    """The checkpoint's files as a watcher sees them: names, and what stat says of those links lead to."""
+    found: list[tuple[str, Stat | None]] = []
+    folders = [path] if not path.is_dir() else [path, *(p for p in sorted(path.iterdir()) if p.is_dir())]
+    for folder in folders:
+        try:
+            entries = [folder] if not folder.is_dir() else sorted(folder.iterdir())
+        except OSError:
+            continue
+        for entry in entries:
+            if entry.suffix in (".safetensors", ".json") or entry == path:
+                try:
+                    status = entry.stat()
+                except OSError:
+                    found.append((str(entry), None))
+                    continue
+                if not entry.is_dir():
+                    found.append((str(entry), Stat.of(status)))
+    return found
+
+
+def _settled(found: Checkpoint) -> Checkpoint:
+    """Waits, for a moment at most, until a write to any file would show in its times."""
+    deadline = time.monotonic() + identity.COARSE_TICK_NS / 1e9
+    while time.monotonic() < deadline and not all(shard.stat.settled(time.time_ns()) for shard in found.shards):
+        time.sleep(0.02)
+    return found
+
+
+def _unchanged(contents: Manifest, found: Checkpoint) -> bool:
+    """Whether the files are, by their inodes and times, the ones that a generation was loaded from."""
+    return contents.config == found.config and [(s.name, s.identity.header, s.identity.stat) for s in contents.shards] == [
+        (s.name, s.header_digest, s.stat) for s in found.shards
+    ]
