@@ -96,8 +96,8 @@ def open(
             contents = view.manifest(generation)
             segments = view.attach(generation, contents)
             break
-        except NotFound:
-            if time.monotonic() > deadline:
+        except NotFound:  # retired between two looks: look again; but what is missing from one that stays will not come
+            if time.monotonic() > deadline or view.catalog().get(generation.number) == generation:
                 raise
     if checkpoint is not None:
         check_checkpoint(contents, Path(checkpoint))
@@ -123,7 +123,7 @@ def check_checkpoint(contents: Manifest, checkpoint: Path) -> None:
         except OSError as error:
             raise Mismatch(f"{path}, which {contents.model!r} was loaded from, cannot be read: {error.strerror}") from None
         try:
-            identity.check_file(fd, path, shard.identity, [r.nbytes for r in rows], [r.start for r in rows])
+            identity.File(fd, path).check(shard.identity, [r.nbytes for r in rows], [r.start for r in rows])
         finally:
             os.close(fd)
     if single:

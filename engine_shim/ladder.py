@@ -13,9 +13,10 @@ import sys
 import threading
 import time
 import weakref
+from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Callable, Mapping, NoReturn, Optional, TypeVar
+from typing import Callable, Mapping, NoReturn, Optional, Sequence, TypeVar
 
 from engine_shim.handoff import attachment, catalog, identity, manifest, posix
 from engine_shim.handoff.catalog import Catalog, ControlPage, Generation
@@ -66,7 +67,7 @@ class Settings:
         )
 
 
-_said: set[str] = set()
+_said: set[object] = set()
 
 
 def configure_logging() -> None:
@@ -81,33 +82,51 @@ def configure_logging() -> None:
     log.setLevel(level if level in ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL") else "INFO")
 
 
-def say_once(level: int, line: str) -> None:
-    """One line per decision: a checkpoint of two hundred shards must not say the same two hundred times."""
-    if line not in _said:
-        _said.add(line)
+def say_once(level: int, line: str, about: object = None) -> None:
+    """One line per decision (`about`): a checkpoint of two hundred shards must not say the same two hundred times."""
+    about = line if about is None else about
+    if about not in _said:
+        _said.add(about)
         configure_logging()
         log.log(level, line)
 
 
 class Lease:
-    """This process's attachment to one generation, shared by all its maps; given up when the last of them is gone."""
+    """This process's attachment to one generation, shared by all its maps; given up when the last of them is gone.
+
+    Holders leave from finalizers, which run wherever the garbage collector or a fork happens to be; so leaving never waits
+    for the lock: it leaves a mark, and whoever has or gets the lock counts it.
+    """
 
     def __init__(self, token: attachment.Token) -> None:
         self._token = token
         self._count = 1  # whoever took the lease, until `leave`
+        self._left: deque[None] = deque()
         self._lock = threading.Lock()
+        weakref.finalize(self, token.release)  # at the latest when the interpreter ends
 
     def enter(self) -> bool:
         """One holder more; False if the lease is over, and another must be taken."""
         with self._lock:
-            self._count += self._count > 0
-            return self._count > 0
+            alive = self._count > 0
+            self._count += alive
+        self._settle()
+        return alive
 
     def leave(self) -> None:
-        with self._lock:
-            self._count -= 1
-            if self._count == 0:
-                self._token.release()
+        self._left.append(None)
+        self._settle()
+
+    def _settle(self) -> None:
+        while self._left and self._lock.acquire(blocking=False):
+            try:
+                while self._left:
+                    self._left.pop()
+                    self._count -= 1
+                if self._count == 0:
+                    self._token.release()
+            finally:
+                self._lock.release()
 
     def hold(self, thing: object) -> None:
         """Keeps the lease, which the caller holds, while `thing` lives as well."""
@@ -132,6 +151,7 @@ class Pool:
                 self._control.close()
                 self._control = None
                 self._manifests.clear()
+                self._leases.clear()  # holds on a pool that is gone; the maps that have them keep them
             if self._control is None:
                 self._control = ControlPage.open(self.paths)
             return self._control
@@ -157,25 +177,35 @@ class Pool:
             self._manifests[generation.number] = (stamp, read)
             return read
 
-    def attach(self, generation: Generation, contents: Manifest, engine: str = "") -> Segments:
-        """The segments of a generation, leased for as long as they or any map of them live.
+    def attach(
+        self, generation: Generation, contents: Manifest, wanted: Optional[Sequence[int]] = None, engine: str = ""
+    ) -> Segments:
+        """The segments of a generation, all or those `wanted`, mapped and leased for as long as they or their maps live.
 
         Raises NotFound if the generation is being retired. The order matters: first the record, then a second look at the
-        catalog; the sidecar retires in the other order.
+        catalog; the sidecar retires in the other order. Then the maps, and a look whether this still is the same pool: in
+        one that was removed and made anew the same names lead to other bytes.
         """
         with self._lock:
+            page = self.control()
+            if self._manifests.get(generation.number, (None, None))[1] is not contents:
+                raise NotFound(f"generation {generation.number} of {generation.model!r} was replaced just now")
             lease = self._leases.get(generation.number)
             if lease is None or not lease.enter():
                 lease = Lease(attachment.Token.take(self.paths, generation.number, generation.model, engine))
                 self._leases[generation.number] = lease
             try:
-                now = self.catalog().get(generation.number)
+                now = page.read().get(generation.number)
                 if now is None or now.state not in (catalog.READY, catalog.LOADING):
                     raise NotFound(f"generation {generation.number} of {generation.model!r} was retired just now")
                 segments = Segments(
                     lambda index: self.paths.segment(generation.number, index), contents.segments, on_map=lease.hold
                 )
                 lease.hold(segments)
+                for index in range(len(contents.segments)) if wanted is None else wanted:
+                    segments[index]
+                if not page.current:
+                    raise NotFound(f"pool {self.paths.pool!r} was removed just now")
                 return segments
             finally:
                 lease.leave()
@@ -249,7 +279,7 @@ def fall_back(settings: Settings, what: str, reason: object) -> None:
     line = f"{what}: {reason}"
     if settings.mode == "require":
         _stop(line)
-    say_once(logging.WARNING, f"{line} (loading without Ballast)")
+    say_once(logging.WARNING, f"{line} (loading without Ballast)", about=(what, type(reason)))
 
 
 def _stop(line: str) -> NoReturn:
@@ -312,10 +342,8 @@ class _Search:
 
     def __init__(self, settings: Settings, fd: int, path: Path, began: float) -> None:
         self.settings = settings
-        self.fd = fd
-        self.path = path
+        self.file = identity.File(fd, path)
         self.began = began
-        self.size = os.fstat(fd).st_size
         self.pool = pool()
         self.reason: Optional[HandoffError] = None
         self.pending: Optional[Generation] = None
@@ -342,8 +370,12 @@ class _Search:
                 continue
             try:
                 shard = self._try(generation)
-            except NotFound:
-                continue  # retired between two looks
+            except NotFound as error:  # retired between two looks, or some of it is missing
+                later = self.pool.catalog()
+                if later.sequence != now.sequence:
+                    return self._look(later)
+                self.reason = error
+                continue
             except HandoffError as error:
                 self.reason = error
                 continue
@@ -362,25 +394,26 @@ class _Search:
     def _try(self, generation: Generation) -> Optional[Shard]:
         """The file out of this generation; None if it is not in it or not loaded yet. Raises if it is another's."""
         contents = self.pool.manifest(generation)
-        for shard in contents.shards:
-            if shard.identity.size != self.size:
-                continue
+        alike = [shard for shard in contents.shards if shard.identity.size == self.file.stat.size]
+        # The very file first, if it is there, then its namesake: what is wrong with that is what should be said.
+        alike.sort(key=lambda s: (s.identity.stat != self.file.stat, os.path.basename(s.name) != self.file.path.name))
+        for shard in alike:
             rows = sorted(contents.rows(shard), key=lambda row: row.start)
             sizes, starts = [row.nbytes for row in rows], [row.start for row in rows]
             sample = None
             if not contents.complete:
-                if identity.header_digest(self.fd, self.path)[0] != shard.identity.header:
+                if self.file.header[0] != shard.identity.header:
                     continue
                 if not generation.shard_done(shard.segment):
                     self.pending = generation
                     continue
                 sample = self._sample(generation, shard.segment, rows)
             try:
-                identity.check_file(self.fd, self.path, shard.identity, sizes, starts, sample)
+                self.file.check(shard.identity, sizes, starts, sample)
             except Mismatch as mismatch:
-                self.reason = mismatch
+                self.reason = self.reason or mismatch
                 continue
-            served = Shard(contents, shard, self.pool.attach(generation, contents))
+            served = Shard(contents, shard, self.pool.attach(generation, contents, [shard.segment]))
             self._tell(generation, contents)
             return served
         return None

@@ -59,6 +59,8 @@ def view(buffer: mmap.mmap, row: Tensor, derived: bool = False) -> torch.Tensor:
         raise TypeError(f"{row.name!r} is of type {row.dtype}, which torch {torch.__version__} does not have")
     shape = row.shape
     if row.dtype in _PACKED:
+        if not shape or shape[-1] % _PACKED[row.dtype]:
+            raise TypeError(f"{row.name!r} of {row.dtype} and shape {shape} has a last dimension that torch cannot pack")
         shape = (*shape[:-1], shape[-1] // _PACKED[row.dtype])
     if not row.nbytes:
         return torch.empty(shape, dtype=dtype)

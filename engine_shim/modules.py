@@ -11,7 +11,7 @@ import ctypes
 import hashlib
 import json
 from dataclasses import dataclass
-from typing import Any, Iterator, Mapping, Optional
+from typing import AbstractSet, Any, Callable, Iterator, Mapping, Optional
 
 import torch
 
@@ -29,7 +29,7 @@ ATTRIBUTE = "attribute"
 
 def module_key(module: torch.nn.Module, key: Optional[Mapping[str, Any]]) -> dict[str, Any]:
     """What a module's state depends on: its class, its torch, and whatever the caller adds. Must be JSON."""
-    return {"module": _qualified(type(module)), "torch": torch.__version__, "key": dict(key or {})}
+    return {"module": qualified(type(root(module))), "torch": torch.__version__, "key": dict(key or {})}
 
 
 def key_digest(key: Mapping[str, Any]) -> str:
@@ -38,7 +38,7 @@ def key_digest(key: Mapping[str, Any]) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def _qualified(kind: type) -> str:
+def qualified(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
@@ -102,13 +102,49 @@ def slots(module: torch.nn.Module) -> Iterator[Slot]:
                 yield Slot(owner, path, name, ATTRIBUTE, False, value)
 
 
-def capture(module: torch.nn.Module) -> Captured:
-    """The whole tree. Raises Mismatch for what cannot be captured: tensors on `meta`, sparse, quantised or wrapped ones."""
+def root(module: torch.nn.Module) -> torch.nn.Module:
+    """The module itself where `torch.compile` has put its own around it, so that names are the same with and without."""
+    inner = getattr(module, "_orig_mod", module)
+    return inner if isinstance(inner, torch.nn.Module) else module
+
+
+def told(value: Any) -> Any:
+    """An attribute's value as JSON can tell it: itself if it is a simple value, else the name of its type."""
+    simple = value is None or type(value) in (bool, int, str) or (type(value) is float and value - value == 0)
+    return value if simple else {"type": qualified(type(value))}
+
+
+def tensor_attributes(tensor: torch.Tensor) -> dict[str, Any]:
+    """What an engine has hung on a tensor, such as `weight_loader` or `output_dim`."""
+    return {name: told(value) for name, value in sorted(vars(tensor).items())}
+
+
+def module_attributes(module: torch.nn.Module) -> dict[tuple[str, str], Any]:
+    """(path, name) -> value of every attribute of every module that is neither a tensor nor a module."""
+    found: dict[tuple[str, str], Any] = {}
+    for path, owner in root(module).named_modules(remove_duplicate=False):
+        for name, value in vars(owner).items():
+            if name not in _MODULES_OWN and not isinstance(value, (torch.Tensor, torch.nn.Module)):
+                found[path, name] = value
+    return found
+
+
+# What torch keeps in a module's dictionary: none of it is the engine's.
+_MODULES_OWN = frozenset(vars(torch.nn.Module()))
+
+
+def capture(module: torch.nn.Module, wanted: Callable[[str], bool] = lambda path: True) -> Captured:
+    """The whole tree, or the modules at those paths that are `wanted`.
+
+    Raises Mismatch for what cannot be captured: tensors on `meta`, sparse, quantised or wrapped ones.
+    """
     storages: list[TensorStorage] = []
     index_of: dict[tuple[str, int], int] = {}
     objects: dict[int, int] = {}
     rows: list[list[Any]] = []
-    for slot in slots(module):
+    for slot in slots(root(module)):
+        if not wanted(slot.path):
+            continue
         plain = _plain(slot)
         untyped = plain.untyped_storage()
         place = (str(untyped.device), untyped.data_ptr() if untyped.nbytes() else -id(slot.tensor))
@@ -117,9 +153,9 @@ def capture(module: torch.nn.Module) -> Captured:
             storages.append(TensorStorage(untyped))
         rows.append(
             [
-                slot.path, slot.name, slot.kind, slot.persistent, _qualified(type(slot.tensor)), slot.tensor.requires_grad,
+                slot.path, slot.name, slot.kind, slot.persistent, qualified(type(slot.tensor)), slot.tensor.requires_grad,
                 index_of[place], NAMES[plain.dtype], plain.storage_offset(), list(plain.shape), list(plain.stride()),
-                objects.setdefault(id(slot.tensor), len(rows)),
+                objects.setdefault(id(slot.tensor), len(rows)), tensor_attributes(slot.tensor),
             ]
         )  # fmt: skip
     return Captured(storages, {"slots": rows})
@@ -131,20 +167,45 @@ def _plain(slot: Slot) -> torch.Tensor:
     if plain.device.type == "meta":
         raise Mismatch(f"{slot.label} is on the meta device: load the module before publishing it")
     if type(plain) is not torch.Tensor and not isinstance(slot.tensor, torch.nn.Parameter):
-        raise Mismatch(f"{slot.label} is a {_qualified(type(plain))}, which cannot be published")
+        raise Mismatch(f"{slot.label} is a {qualified(type(plain))}, which cannot be published")
     if plain.layout != torch.strided or plain.is_quantized or plain.dtype not in NAMES:
         raise Mismatch(f"{slot.label} is {plain.layout} of {plain.dtype}, which cannot be published")
     try:
         plain.untyped_storage().data_ptr()
     except (RuntimeError, NotImplementedError):
-        raise Mismatch(f"{slot.label} is a {_qualified(type(slot.tensor))} without bytes of its own") from None
+        raise Mismatch(f"{slot.label} is a {qualified(type(slot.tensor))} without bytes of its own") from None
     return plain
+
+
+def describe(module: torch.nn.Module) -> list[list[Any]]:
+    """The tree's shape without its bytes, whatever it holds: one row for each slot, equal for equal trees.
+
+    Label, kind, class, element type, shape, strides, offset, number of the storage in order of appearance.
+    """
+    storages: dict[object, int] = {}
+    rows: list[list[Any]] = []
+    for slot in slots(root(module)):
+        tensor = slot.tensor
+        try:
+            untyped = tensor.untyped_storage()
+            place: object = untyped.data_ptr() if untyped.nbytes() else ("empty", id(tensor))
+        except (RuntimeError, NotImplementedError):
+            place = ("none", id(tensor))
+        strided = tensor.layout == torch.strided
+        rows.append(
+            [
+                slot.label, slot.kind, qualified(type(tensor)), str(tensor.dtype), list(tensor.shape),
+                list(tensor.stride()) if strided else None, tensor.storage_offset() if strided else None,
+                storages.setdefault(place, len(storages)),
+            ]
+        )  # fmt: skip
+    return rows
 
 
 @dataclass(frozen=True)
 class SlotRow:
     """A slot as a manifest tells of it, checked. `offset` and `strides` count elements; `same` is the first slot that
-    holds the very same tensor object."""
+    holds the very same tensor object; `attributes` is what hangs on it."""
 
     path: str
     name: str
@@ -158,6 +219,11 @@ class SlotRow:
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     same: int
+    attributes: Mapping[str, Any]
+
+    @property
+    def label(self) -> str:
+        return f"{self.path}.{self.name}" if self.path else self.name
 
 
 def slot_rows(contents: Manifest) -> list[SlotRow]:
@@ -165,10 +231,11 @@ def slot_rows(contents: Manifest) -> list[SlotRow]:
     found: list[SlotRow] = []
     try:
         for raw in contents.state["slots"]:
-            path, name, kind, persistent, cls, grad, storage, dtype, offset, shape, strides, same = raw
+            path, name, kind, persistent, cls, grad, storage, dtype, offset, shape, strides, same, attributes = raw
             row = SlotRow(
-                path, name, kind, persistent, cls, grad, storage, dtype, offset, tuple(shape), tuple(strides), same
-            )
+                path, name, kind, persistent, cls, grad, storage, dtype, offset, tuple(shape), tuple(strides), same,
+                attributes,
+            )  # fmt: skip
             numbers = (row.storage, row.offset, row.same, *row.shape, *row.strides)
             if not all(type(number) is int and 0 <= number < 1 << 62 for number in numbers):
                 raise ValueError(f"a number of {row.name!r}")
@@ -176,7 +243,7 @@ def slot_rows(contents: Manifest) -> list[SlotRow]:
                 raise ValueError("a name")
             if not all(type(flag) is bool for flag in (row.persistent, row.requires_grad)):
                 raise ValueError(f"a flag of {row.name!r}")
-            if len(row.shape) != len(row.strides) or row.same > len(found):
+            if len(row.shape) != len(row.strides) or row.same > len(found) or not isinstance(attributes, dict):
                 raise ValueError(f"the shape or identity of {row.name!r}")
             last = sum((extent - 1) * stride for extent, stride in zip(row.shape, row.strides))
             end = row.offset + last + 1 if 0 not in row.shape else 0
@@ -188,8 +255,18 @@ def slot_rows(contents: Manifest) -> list[SlotRow]:
     return found
 
 
-def views(contents: Manifest, segments: Segments, rows: list[SlotRow]) -> list[torch.Tensor]:
-    """One tensor for each slot; those on one storage share it, those that were one object are one object."""
+# Storages of up to a page are copied instead of mapped: engines write to counters, scales and caches, and the first write
+# would copy the page anyway.
+TINY = 4096
+
+
+def views(
+    contents: Manifest, segments: Segments, rows: list[SlotRow], device: Optional[torch.device] = None
+) -> list[torch.Tensor]:
+    """One tensor for each slot; those on one storage share it, those that were one object are one object.
+
+    With a `device` other than the CPU each storage is copied there.
+    """
     storages: dict[int, torch.UntypedStorage] = {}
     made: list[torch.Tensor] = []
     for index, row in enumerate(rows):
@@ -203,57 +280,109 @@ def views(contents: Manifest, segments: Segments, rows: list[SlotRow]) -> list[t
                 if place.nbytes
                 else torch.empty(0, dtype=torch.uint8)
             )
+            if device is not None and device.type != "cpu":
+                flat = flat.to(device)
+            elif place.nbytes <= TINY:
+                flat = flat.clone()
             storages[row.storage] = flat.untyped_storage()
-        empty = torch.empty(0, dtype=DTYPES[row.dtype])
+        empty = torch.empty(0, dtype=DTYPES[row.dtype], device=storages[row.storage].device)
         made.append(empty.set_(storages[row.storage], row.offset, row.shape, row.strides))
     return made
 
 
-def restore(module: torch.nn.Module, contents: Manifest, segments: Segments) -> None:
-    """Binds a published state into `module`. Checks everything first: raises Mismatch and touches nothing if the tree is
-    not the one that was captured; afterwards compares the result with what was captured."""
+def restore(
+    module: torch.nn.Module, contents: Manifest, segments: Segments, processed: AbstractSet[str] = frozenset()
+) -> None:
+    """Binds a published state into `module`, in place, so that whoever holds its tensors holds the new bytes.
+
+    Checks everything first: raises Mismatch and touches nothing if the tree is not the one that was captured. Afterwards
+    compares the result with what was captured. The tensors of modules at the paths `processed` may have changed their class
+    and shape between the building of the module and the capture.
+    """
+    module = root(module)
     rows = slot_rows(contents)
     here = {(slot.path, slot.name): slot for slot in slots(module)}
-    for row in rows:
-        slot = here.get((row.path, row.name))
-        if slot is None and row.kind == ATTRIBUTE:
-            continue
-        if slot is None or slot.kind != row.kind:
-            raise Mismatch(f"the module has no {row.kind} {row.path}.{row.name}, which {contents.model!r} was published with")
-        if _qualified(type(slot.tensor)) != row.cls or tuple(slot.tensor.shape) != row.shape:
-            raise Mismatch(
-                f"{slot.label} is a {_qualified(type(slot.tensor))} of shape {tuple(slot.tensor.shape)} and was published "
-                f"as {row.cls} of shape {row.shape}"
-            )
-    extra = set(here) - {(row.path, row.name) for row in rows}
-    if extra:
-        raise Mismatch(f"{contents.model!r} was published without {'.'.join(min(extra))}, which the module has")
-    bound: dict[int, torch.Tensor] = {}
     owners = dict(module.named_modules(remove_duplicate=False))
-    for index, (row, tensor) in enumerate(zip(rows, views(contents, segments, rows))):
+    _check(contents, rows, here, owners, processed)
+    devices = {slot.tensor.device for slot in here.values() if slot.tensor.device.type != "meta"}
+    if len(devices) > 1:
+        raise Mismatch(f"the module is spread over {len(devices)} devices; load it in the ordinary way")
+    made = views(contents, segments, rows, devices.pop() if devices else None)
+    bound: dict[int, torch.Tensor] = {}
+    for index, (row, tensor) in enumerate(zip(rows, made)):
         slot = here.get((row.path, row.name))
         if row.same < index:
             value: torch.Tensor = bound[row.same]
         else:
-            value = _bound(slot.tensor if slot else None, tensor, row.kind, row.requires_grad)
+            value = _bound(slot.tensor if slot else None, tensor, row)
+            for name, attribute in row.attributes.items():
+                if not isinstance(attribute, dict) and vars(value).get(name, _MISSING) != attribute:
+                    vars(value)[name] = attribute
         bound[index] = value
         _put(owners[row.path], row.name, row.kind, row.persistent, value)
     _compare(module, rows)
 
 
-def _bound(old: Optional[torch.Tensor], data: torch.Tensor, kind: str, requires_grad: bool) -> torch.Tensor:
+_MISSING = object()
+_PLAIN_PARAMETER = "torch.nn.parameter.Parameter"
+
+
+def _check(
+    contents: Manifest,
+    rows: list[SlotRow],
+    here: Mapping[tuple[str, str], Slot],
+    owners: Mapping[str, torch.nn.Module],
+    processed: AbstractSet[str],
+) -> None:
+    for row in rows:
+        slot = here.get((row.path, row.name))
+        if row.path not in owners:
+            raise Mismatch(f"the module has no {row.path}, which {contents.model!r} was published with")
+        if slot is None and row.kind == ATTRIBUTE:
+            continue
+        if slot is None or slot.kind != row.kind:
+            raise Mismatch(f"the module has no {row.kind} {row.label}, which {contents.model!r} was published with")
+        cls = qualified(type(slot.tensor))
+        if row.path in processed and row.cls in (cls, _PLAIN_PARAMETER):
+            continue
+        if cls != row.cls or tuple(slot.tensor.shape) != row.shape or NAMES.get(slot.tensor.dtype) != row.dtype:
+            raise Mismatch(
+                f"{slot.label} is a {cls} of {slot.tensor.dtype} {tuple(slot.tensor.shape)} and was published as "
+                f"{row.cls} of {row.dtype} {row.shape}"
+            )
+        lacks = [n for n, a in row.attributes.items() if isinstance(a, dict) and n not in vars(slot.tensor)]
+        if lacks:
+            raise Mismatch(f"{slot.label} has no {lacks[0]}, which it was published with")
+    extra = set(here) - {(row.path, row.name) for row in rows}
+    if extra:
+        raise Mismatch(f"{contents.model!r} was published without {'.'.join(min(extra))}, which the module has")
+
+
+def _bound(old: Optional[torch.Tensor], data: torch.Tensor, row: SlotRow) -> torch.Tensor:
     """`data` in the dress of `old`: the same object where its bytes can be exchanged, so that attributes such as an
     engine's `weight_loader` stay; a new parameter with those attributes where it was on `meta`."""
+    if old is None:
+        return data
+    if row.kind == PARAMETER and qualified(type(old)) != row.cls:  # post-processing had made a new one: so do we
+        new = torch.nn.Parameter(data, requires_grad=row.requires_grad)
+        loader = getattr(old, "weight_loader", None)
+        if "weight_loader" in row.attributes and loader is not None:
+            new.weight_loader = loader  # type: ignore[attr-defined]
+        return new
+    return _dressed(old, data, row.kind, row.requires_grad)
+
+
+def _dressed(old: torch.Tensor, data: torch.Tensor, kind: str, requires_grad: bool) -> torch.Tensor:
+    if old.device == data.device and old.dtype == data.dtype and not old.is_inference():
+        old.data = data
+        if kind == PARAMETER:
+            old.requires_grad_(requires_grad)
+        return old
     if kind != PARAMETER:
         return data
-    if isinstance(old, torch.nn.Parameter) and old.device == data.device:
-        old.data = data
-        old.requires_grad_(requires_grad)
-        return old
     new = torch.nn.Parameter(data, requires_grad=requires_grad)
-    if old is not None:
-        new.__class__ = type(old)  # type: ignore[assignment]
-        new.__dict__.update(vars(old))
+    new.__class__ = type(old)  # type: ignore[assignment]
+    new.__dict__.update(vars(old))
     return new
 
 
@@ -272,11 +401,12 @@ def _compare(module: torch.nn.Module, rows: list[SlotRow]) -> None:
     again = capture(module).state["slots"]
     wanted = {(row.path, row.name): row for row in rows}
     seen: dict[int, int] = {}  # storages may be numbered otherwise; which slots share one may not differ
-    for path, name, kind, persistent, cls, grad, storage, dtype, offset, shape, strides, _ in again:
+    for path, name, kind, persistent, cls, grad, storage, dtype, offset, shape, strides, _, attributes in again:
         row = wanted.get((path, name))
-        found = (kind, persistent, cls, grad, dtype, offset, tuple(shape), tuple(strides))
+        found = (kind, persistent, cls, grad, dtype, offset, tuple(shape), tuple(strides), attributes)
         if row is None or found != (
             row.kind, row.persistent, row.cls, row.requires_grad, row.dtype, row.offset, row.shape, row.strides,
+            row.attributes,
         ) or seen.setdefault(storage, row.storage) != row.storage:  # fmt: skip
             raise Mismatch(f"{path}.{name} is not as it was published after binding; load the module in the ordinary way")
     if len(again) != len(rows):
@@ -287,7 +417,7 @@ def bind(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor], model: st
     """Binds checkpoint tensors by name, zero-copy. Raises Mismatch, before anything is touched, unless every parameter and
     persistent buffer has exactly one tensor of its shape and type, ties counted once, and no tensor is left over."""
     places: dict[int, list[Slot]] = {}
-    for slot in slots(module):
+    for slot in slots(root(module)):
         if slot.kind != ATTRIBUTE and slot.persistent:
             places.setdefault(id(slot.tensor), []).append(slot)
         elif slot.tensor.device.type == "meta":
@@ -306,6 +436,11 @@ def bind(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor], model: st
                 f"{names[0]} is {data.dtype} {tuple(data.shape)} in {model!r} and {old.dtype} {tuple(old.shape)} in the "
                 "module: build the module with the checkpoint's dtype and configuration"
             )
+        for name in names[1:]:
+            if not _same_bits(tensors[name], data):
+                raise Mismatch(
+                    f"{names[0]} and {name} are tied in the module and differ in {model!r}: build the module without the tie"
+                )
         used.update(names)
         plan.append((group, data))
     left = [name for name in tensors if name not in used]
@@ -313,8 +448,13 @@ def bind(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor], model: st
         raise Mismatch(f"the module has no place for {left[0]} of {model!r} ({len(left)} tensors are left over)")
     for group, data in plan:
         slot = group[0]
-        value = _bound(slot.tensor, data, slot.kind, slot.tensor.requires_grad)
+        value = _dressed(slot.tensor, data, slot.kind, slot.tensor.requires_grad)
         for slot in group:
             _put(slot.owner, slot.name, slot.kind, slot.persistent, value)
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    same = one.shape == other.shape and one.dtype == other.dtype
+    return same and torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
 
 

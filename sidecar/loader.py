@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -172,6 +172,9 @@ class ShardLoader:
                     batch = []
             if batch:
                 futures.append(executor.submit(work, batch))
+            # All of them, also after a failure: a worker that went on would read and write through descriptors that
+            # are closed by then, and may be another model's.
+            wait(futures)
             for future in futures:
                 future.result()
             if self._stop.is_set():

@@ -6,6 +6,7 @@ list is swept, what it lists as ready is whole.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
@@ -19,7 +20,7 @@ from typing import Any
 
 from engine_shim.handoff import attachment, catalog, manifest, posix, publication, semaphores
 from engine_shim.handoff.catalog import Catalog, ControlPage, Generation
-from engine_shim.handoff.errors import Busy, Damaged, HandoffError, NotFound
+from engine_shim.handoff.errors import Busy, Damaged, Foreign, HandoffError, NotFound
 from engine_shim.handoff.manifest import Manifest
 from engine_shim.handoff.names import PoolPaths
 from engine_shim.handoff.room import gib
@@ -28,6 +29,7 @@ from sidecar import loader
 
 log = logging.getLogger("ballast")
 
+_REACHABLE = 10**12  # generations; one every second for thirty thousand years
 KEPT = 2  # ready generations of a model: the one served, and the one before, for those who want to go back
 GUARD_TIMEOUT = 5.0
 _PROGRESS_EVERY = 0.1  # seconds between two writes of progress to the catalog
@@ -61,7 +63,9 @@ class PoolWriter:
                 log.warning("%s; starting with an empty pool", error)
             previous = Catalog(boot="")
         self._next_progress = 0.0
-        highest = max((name.generation or 0 for name in paths.objects()), default=0)
+        self._foreign: set[Path] = set()
+        # Numbers are not used twice, whatever happened to the catalog; one that nobody could have reached is a stranger's.
+        highest = max((n.generation for n in paths.objects() if n.generation and n.generation < _REACHABLE), default=0)
         self.catalog = dataclasses.replace(
             previous, boot=secrets.token_hex(16), next=max(previous.next, highest + 1)
         )
@@ -135,10 +139,20 @@ class PoolWriter:
                 else:
                     gone = False
                 if gone:
-                    count += posix.remove(path)
+                    count += self._remove(path)
         if count:
             log.info("swept %d objects that belonged to nobody", count)
         return count
+
+    def _remove(self, path: Path) -> bool:
+        """Removes an object of ours. What another user has put among them is none, and his to remove."""
+        try:
+            return posix.remove(path)
+        except Foreign as error:
+            if path not in self._foreign:
+                self._foreign.add(path)
+                log.warning("left alone: %s", error)
+            return False
 
     # Generations
 
@@ -223,32 +237,35 @@ class PoolWriter:
                 retired = dataclasses.replace(generation, state=catalog.RETIRED, since=time.time())
                 self._write(self.catalog.with_generation(retired))
 
+    def held(self) -> set[int]:
+        """The generations that a living engine is attached to; all of them while there is a record that cannot be read."""
+        found = {record.generation for record in attachment.alive(self.paths)}
+        return {g.number for g in self.catalog.generations} if -1 in found else found
+
     def collect(self) -> int:
         """Frees retired generations that nobody holds; says how many bytes. Looks for attachments only after the catalog
         says retired: an engine looks at the catalog only after its record is written."""
         retired = [g for g in self.catalog.generations if g.state == catalog.RETIRED]
         if not retired:
             return 0
-        held = {record.generation for record in attachment.alive(self.paths)}
+        held = self.held()
         freed = 0
         for generation in retired:
-            if generation.number not in held and -1 not in held:
+            if generation.number not in held:
                 self.drop(generation.number)
                 freed += generation.total
                 log.info("freed generation %d of %s (%s)", generation.number, generation.model, gib(generation.total))
         return freed
 
-    def adopt_publications(self) -> int:
-        """Makes generations of what engines have published. Says how many."""
-        count = 0
-        for name in self.paths.objects():
-            identifier = name.file.rsplit(".", 1)[-1]
-            if name.kind != "publication" or name.tmp or identifier.startswith("w"):
-                continue
-            count += self._adopt_publication(identifier, self.paths.dir / name.file)
-        return count
+    def publications(self) -> list[str]:
+        """What engines have published and nobody has adopted yet."""
+        names = [name.file for name in self.paths.objects() if name.kind == "publication" and not name.tmp]
+        last = [file.rsplit(".", 1)[-1] for file in names]
+        return [identifier for identifier in last if not identifier.startswith("w")]
 
-    def _adopt_publication(self, identifier: str, path: Path) -> bool:
+    def adopt_publication(self, identifier: str) -> bool:
+        """Makes a generation of what an engine has published, after checking every number; or refuses it, and says so."""
+        path = self.paths.publication(identifier)
         began = time.monotonic()
         number = None
         model = ""
@@ -267,7 +284,8 @@ class PoolWriter:
             self.publish(dataclasses.replace(contents, tensors=self._digested(contents)))
         except HandoffError as error:
             log.warning("a publication is refused: %s", error)
-            if model:
+            # One without its segments is what a killed sidecar left in the middle of adopting it; nobody waits for that.
+            if model and not isinstance(error, NotFound):
                 self.fail(model, str(error), number, catalog.ENGINE)
             self._remove_publication(identifier)
             return False
@@ -286,12 +304,12 @@ class PoolWriter:
         prefix = self.paths.publication(identifier).name
         for name in self.paths.objects():
             if name.file == prefix or name.file.startswith(prefix + "."):
-                posix.remove(self.paths.dir / name.file)
+                self._remove(self.paths.dir / name.file)
 
     def _remove_objects(self, number: int) -> None:
         for name in self.paths.objects():
             if name.generation == number:
-                posix.remove(self.paths.dir / name.file)
+                self._remove(self.paths.dir / name.file)
 
     def _write(self, new: Catalog) -> None:
         with self._lock:
@@ -302,8 +320,9 @@ class PoolWriter:
 
     def close(self, remove: bool) -> None:
         """Gives the pool up, to a successor or, with `remove`, altogether."""
-        if remove:
-            self._write(dataclasses.replace(self.catalog, generations=()))
+        if remove and self.page.current:  # otherwise what bears the pool's name is a successor's
+            with contextlib.suppress(HandoffError):  # somebody may have damaged the page; it goes in any case
+                self._write(dataclasses.replace(self.catalog, generations=()))
             remove_objects(self.paths)
         self.guard.close()
         self.bell.close()
@@ -345,7 +364,10 @@ def remove_objects(paths: PoolPaths) -> int:
     count = 0
     names = sorted(paths.objects(), key=lambda name: name.kind == "ctl")
     for name in names:
-        count += posix.remove(paths.dir / name.file)
+        try:
+            count += posix.remove(paths.dir / name.file)
+        except Foreign as error:  # another user's, and no reason to leave the rest
+            log.warning("left alone: %s", error)
     semaphores.unlink(paths)
     return count
 
@@ -363,7 +385,8 @@ def purge(paths: PoolPaths, force: bool = False) -> int:
         if held and not force:
             who = ", ".join(f"{record.command or record.engine or 'an engine'} (pid {record.pid})" for record in held)
             raise Busy(f"{len(held)} engines are attached to pool {paths.pool!r}: {who}; stop them, or use --force")
-        return remove_objects(paths)
+        with Guard(paths, fd).hold(GUARD_TIMEOUT):
+            return remove_objects(paths)
     finally:
         os.close(fd)
 

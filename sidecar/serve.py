@@ -45,6 +45,15 @@ REMOVE = "remove"
 Progress = Callable[[str, int, int, str], None]
 
 
+@dataclass(frozen=True)
+class Plan:
+    """A checkpoint about to be loaded: its files, its announced manifest, each shard's tensors in file order."""
+
+    found: Checkpoint
+    contents: Manifest
+    layouts: list[list[Placed]]
+
+
 @dataclass
 class Model:
     """A checkpoint that this sidecar serves, and how it stands with it."""
@@ -52,9 +61,9 @@ class Model:
     path: Path
     name: str
     found: Checkpoint | None = None
-    generation: int | None = None
+    generation: int | None = None  # the one that is served
+    plan: Plan | None = None  # the one that is to be loaded next, or is being loaded
     reason: str = ""
-    busy: bool = False  # queued for loading, or being loaded
     seen: object = None  # the files as last looked at
     seen_at: float = 0.0
     tried_at: float = field(default=0.0)
@@ -83,7 +92,8 @@ def plan(found: Checkpoint, name: str) -> tuple[Manifest, list[list[Placed]]]:
     for index, shard in enumerate(found.shards):
         placed, size = loader.place(shard)
         offsets = {tensor.entry.name: tensor.offset for tensor in placed}
-        known = FileIdentity(shard.size, shard.header_digest, "", shard.stat)
+        stat = shard.stat if shard.stat.settled(time.time_ns()) else None
+        known = FileIdentity(shard.size, shard.header_digest, "", stat)
         shards.append(Shard(shard.name, known, shard.metadata, len(rows), len(shard.tensors), index))
         rows.extend(
             Tensor(e.name, e.dtype, e.shape, None, index, offsets[e.name], e.nbytes, None, e.begin) for e in shard.tensors
@@ -123,7 +133,8 @@ class Sidecar:
         self._tell = progress or (lambda *_: None)
         self._stop = threading.Event()
         self._signal = 0
-        self._queue: queue.Queue[Model | None] = queue.Queue()
+        self._queue: queue.Queue[Model | str | None] = queue.Queue()  # models to load, publications to adopt
+        self._queued: set[str] = set()  # publications met so far; one that cannot be removed is refused only once
         self._buffers = threading.local()
 
     # Life
@@ -141,8 +152,8 @@ class Sidecar:
             self._adopt()
             pool.collect()
             for model in self.models.values():
-                if model.generation is None and not model.reason:
-                    self._enqueue(model)
+                if model.generation is None and model.found is not None:
+                    self._enqueue(model, model.found)
             worker.start()
             code = self._turn_until_stopped()
             remove = code != 0 or self._leaves_nothing()
@@ -179,15 +190,21 @@ class Sidecar:
                     self.paths.pool, self.paths.dir,
                 )  # fmt: skip
                 return 1
-            pool.adopt_publications()
-            if now >= next_watch:
-                next_watch = now + WATCH_EVERY
-                for model in self.models.values():
-                    self._watch(model, now)
-            if now >= next_sweep:
-                next_sweep = now + SWEEP_EVERY
-                pool.sweep()
-            pool.collect()
+            try:
+                for identifier in pool.publications():
+                    if identifier not in self._queued:
+                        self._queued.add(identifier)
+                        self._queue.put(identifier)
+                if now >= next_watch:
+                    next_watch = now + WATCH_EVERY
+                    for model in self.models.values():
+                        self._watch(model, now)
+                if now >= next_sweep:
+                    next_sweep = now + SWEEP_EVERY
+                    pool.sweep()
+                pool.collect()
+            except HandoffError as error:  # somebody held the guard for too long, or there was no room: next time
+                log.warning("%s", error)
             if self._hopeless():
                 return 1
         return 0
@@ -195,7 +212,7 @@ class Sidecar:
     def _hopeless(self) -> bool:
         """Whether every model has failed and nothing is left to serve: then somebody should know, by our exit code."""
         return (
-            all(model.reason and not model.busy and model.generation is None for model in self.models.values())
+            all(model.reason and model.plan is None and model.generation is None for model in self.models.values())
             and not any(g.state in (catalog.READY, catalog.LOADING) for g in self._pool.catalog.generations)
             and self._queue.empty()
         )
@@ -222,7 +239,7 @@ class Sidecar:
             if model.found is None:
                 log.warning("%s: %s; serving what the pool holds of it", model.name, model.reason)
                 model.generation, model.reason = item.generation.number, ""
-            elif _unchanged(item.contents, model.found):
+            elif self._same_files(item.contents, model.found):
                 model.generation = item.generation.number
                 log.info(
                     "adopted %s, generation %d, %s, in %.1f ms, without reading it",
@@ -237,6 +254,8 @@ class Sidecar:
         try:
             model.found = checkpoint.open_checkpoint(model.path, model.name)
             model.reason = ""
+            for note in model.found.notes:
+                log.warning("%s: %s", model.name, note)
         except CheckpointError as error:
             model.found = None
             self._failed(model, str(error))
@@ -252,7 +271,7 @@ class Sidecar:
 
     def _watch(self, model: Model, now: float) -> None:
         """Notices changed files, and has them loaded once they have settled."""
-        if model.busy:
+        if model.plan is not None:
             return
         seen = _look(model.path)
         if seen != model.seen:
@@ -261,49 +280,75 @@ class Sidecar:
             return
         retry = model.reason and now - model.tried_at > RETRY_EVERY
         if (model.seen_at > model.tried_at and now - model.seen_at >= SETTLE) or retry:
-            if self._open(model):
-                self._enqueue(model)
+            if self._open(model) and model.found is not None and not self._still_served(model, model.found):
+                self._enqueue(model, model.found)
 
-    def _enqueue(self, model: Model) -> None:
-        model.busy = True
+    def _still_served(self, model: Model, found: Checkpoint) -> bool:
+        """Whether what changed was not the weights: a tokenizer's file, say, or only config.json."""
+        ready = self._pool.ready(model.name)
+        try:
+            return bool(ready) and self._same_files(manifest.read(self.paths.manifest(ready[0].number)), found)
+        except HandoffError:
+            return False
+
+    def _same_files(self, contents: Manifest, found: Checkpoint) -> bool:
+        """Whether the weight files are, by their inodes and times, the ones that a generation was loaded from. What else
+        belongs to the checkpoint's identity is then brought up to date in its manifest."""
+        recorded = [(shard.name, shard.identity.header, shard.identity.stat) for shard in contents.shards]
+        if recorded != [(shard.name, shard.header_digest, shard.stat) for shard in found.shards]:
+            return False
+        if contents.config != found.config:
+            self._pool.amend(dataclasses.replace(contents, config=dict(found.config)))
+        return True
+
+    def _enqueue(self, model: Model, found: Checkpoint) -> None:
+        """Announces a generation to come, so that engines wait for it even while others are being loaded, and queues it."""
+        contents, layouts = plan(found, model.name)
+        try:
+            model.plan = Plan(found, self._pool.begin(contents), layouts)
+        except HandoffError as error:  # not even room for the manifest
+            self._failed(model, str(error))
+            return
         self._queue.put(model)
 
     # Loading
 
     def _work(self) -> None:
         with ThreadPoolExecutor(loader.THREADS, thread_name_prefix="ballast-read") as executor:
-            while (model := self._queue.get()) is not None and not self._stop.is_set():
-                try:
-                    self._load(model, executor)
-                except Cancelled:
-                    break
-                except Exception as error:  # one model's trouble is not the others'
-                    log.debug("the whole story", exc_info=True)
-                    self._failed(model, f"{type(error).__name__}: {error}")
-                finally:
-                    model.busy = False
-                    model.tried_at = time.monotonic()
+            while (item := self._queue.get()) is not None and not self._stop.is_set():
+                if isinstance(item, str):
+                    self._pool.adopt_publication(item)
+                elif item.plan is not None:
+                    try:
+                        self._load(item, item.plan, executor)
+                    except Cancelled:
+                        break
+                    finally:
+                        item.tried_at = time.monotonic()
+                        item.plan = None
 
-    def _load(self, model: Model, executor: ThreadPoolExecutor) -> None:
-        assert model.found is not None
-        found = _settled(model.found)
-        contents, layouts = plan(found, model.name)
-        if self._still_the_same(model, contents, layouts, found, executor):
-            return
-        number = None
+    def _load(self, model: Model, planned: Plan, executor: ThreadPoolExecutor) -> None:
+        """Makes the announced generation ready, or failed. Raises Cancelled."""
+        contents = planned.contents
+        number = contents.generation
         began = time.monotonic()
         try:
-            self._make_room(model, sum(contents.segments))
-            contents = self._pool.begin(contents)
-            number = contents.generation
-            loaded = self._load_shards(found, contents, layouts, executor)
-            self._pool.publish(completed(contents, layouts, loaded))
-        except Cancelled:
-            if number is not None:
+            _wait_until_settled(planned.found)
+            if self._still_the_same(model, planned, executor):
                 self._pool.drop(number)
+                return
+            self._make_room(model, sum(contents.segments))
+            loaded = self._load_shards(planned, executor)
+            self._pool.publish(completed(contents, planned.layouts, loaded))
+        except Cancelled:
+            self._pool.drop(number)
             raise
         except (CheckpointError, HandoffError) as error:
             self._failed(model, str(error), number)
+            return
+        except Exception as error:  # one model's trouble is not the others'
+            log.debug("the whole story", exc_info=True)
+            self._failed(model, f"{type(error).__name__}: {error}", number)
             return
         model.generation = number
         model.reason = ""
@@ -315,9 +360,8 @@ class Sidecar:
         )  # fmt: skip
         self._tell(model.name, contents.nbytes, contents.nbytes, catalog.READY)
 
-    def _load_shards(
-        self, found: Checkpoint, contents: Manifest, layouts: list[list[Placed]], executor: ThreadPoolExecutor
-    ) -> list[Loaded]:
+    def _load_shards(self, planned: Plan, executor: ThreadPoolExecutor) -> list[Loaded]:
+        contents, layouts = planned.contents, planned.layouts
         done = 0
         lock = threading.Lock()
 
@@ -329,7 +373,7 @@ class Sidecar:
                 self._tell(contents.model, done, contents.nbytes, catalog.LOADING)
 
         loaded = []
-        for index, shard in enumerate(found.shards):
+        for index, shard in enumerate(planned.found.shards):
             path = self.paths.segment(contents.generation, index)
             building = path.with_name(path.name + ".tmp")
             fd = loader.create_segment(building, layouts[index], contents.segments[index])
@@ -343,18 +387,12 @@ class Sidecar:
             self._pool.progress(contents.generation, done, segment_done=index)
         return loaded
 
-    def _still_the_same(
-        self,
-        model: Model,
-        contents: Manifest,
-        layouts: list[list[Placed]],
-        found: Checkpoint,
-        executor: ThreadPoolExecutor,
-    ) -> bool:
+    def _still_the_same(self, model: Model, planned: Plan, executor: ThreadPoolExecutor) -> bool:
         """Whether files that were touched or copied hold what the pool holds: then only the record of them is renewed.
 
-        Reads them once, comparing every tensor's digest; needs no memory.
+        Reads them once, comparing every tensor's digest; needs no memory. Raises CheckpointError or Cancelled.
         """
+        contents, layouts = planned.contents, planned.layouts
         ready = self._pool.ready(model.name)
         if not ready:
             return False
@@ -368,31 +406,37 @@ class Sidecar:
         if not same:
             return False
         loaded = []
-        try:
-            for index, shard in enumerate(found.shards):
-                work = ShardLoader(shard, layouts[index], None, shard.path, self._stop, lambda _: None)
-                loaded.append(work.load(executor, self._buffers))
-                new = loaded[-1].digests
-                by_name = {row.name: row.digest for row in old.rows(old.shards[index])}
-                if any(by_name[t.entry.name] != d for t, d in zip(layouts[index], new, strict=True)):
-                    return False
-        except CheckpointError as error:
-            self._failed(model, str(error))
-            return True
+        for index, shard in enumerate(planned.found.shards):
+            work = ShardLoader(shard, layouts[index], None, shard.path, self._stop, lambda _: None)
+            loaded.append(work.load(executor, self._buffers))
+            new = loaded[-1].digests
+            by_name = {row.name: row.digest for row in old.rows(old.shards[index])}
+            if any(by_name[t.entry.name] != d for t, d in zip(layouts[index], new, strict=True)):
+                return False
         renewed = dataclasses.replace(
             completed(contents, layouts, loaded), generation=old.generation, created=old.created
         )
         self._pool.amend(renewed)
-        model.generation = old.generation
+        model.generation, model.reason = old.generation, ""
+        self._pool.forget_failures(model.name)
         log.info("%s was touched but not changed: generation %d stays", model.name, old.generation)
         return True
 
     def _make_room(self, model: Model, needed: int) -> None:
-        """Raises NoRoom, with numbers, unless `needed` bytes fit; lets older generations of the model go for that."""
-        for old in reversed(self._pool.ready(model.name)[1:]):
-            if room(self.paths.dir).bytes >= needed:
-                break
-            self._pool.retire(old.number)
+        """Raises NoRoom, with numbers, unless `needed` bytes fit.
+
+        Where memory has room for one copy only, the model's own generations go for that, the oldest first, down to the one
+        that is served: its files are not there any more. One that an engine holds stays: to retire it would free nothing.
+        """
+        free = room(self.paths.dir).bytes
+        held = self._pool.held()
+        old = [g for g in reversed(self._pool.ready(model.name)) if g.number not in held]
+        if free < needed <= free + sum(g.total for g in old):
+            for generation in old:
+                self._pool.retire(generation.number)
+                free += generation.total
+                if free >= needed:
+                    break
             self._pool.collect()
         room(self.paths.dir).require(needed, f"{model.name!r}")
 
@@ -400,7 +444,10 @@ class Sidecar:
 def _look(path: Path) -> object:
     """The checkpoint's files as a watcher sees them: names, and what stat says of those links lead to."""
     found: list[tuple[str, Stat | None]] = []
-    folders = [path] if not path.is_dir() else [path, *(p for p in sorted(path.iterdir()) if p.is_dir())]
+    try:
+        folders = [path] if not path.is_dir() else [path, *(p for p in sorted(path.iterdir()) if p.is_dir())]
+    except OSError:
+        folders = [path]
     for folder in folders:
         try:
             entries = [folder] if not folder.is_dir() else sorted(folder.iterdir())
@@ -418,16 +465,8 @@ def _look(path: Path) -> object:
     return found
 
 
-def _settled(found: Checkpoint) -> Checkpoint:
+def _wait_until_settled(found: Checkpoint) -> None:
     """Waits, for a moment at most, until a write to any file would show in its times."""
     deadline = time.monotonic() + identity.COARSE_TICK_NS / 1e9
     while time.monotonic() < deadline and not all(shard.stat.settled(time.time_ns()) for shard in found.shards):
         time.sleep(0.02)
-    return found
-
-
-def _unchanged(contents: Manifest, found: Checkpoint) -> bool:
-    """Whether the files are, by their inodes and times, the ones that a generation was loaded from."""
-    return contents.config == found.config and [(s.name, s.identity.header, s.identity.stat) for s in contents.shards] == [
-        (s.name, s.header_digest, s.stat) for s in found.shards
-    ]

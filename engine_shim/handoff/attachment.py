@@ -4,7 +4,8 @@ Three roles. The *token* is held by an engine process: a small JSON record with 
 a record's holder lives. The *cleaner* removes the records of the dead. Liveness is the lock, never a PID: a PID means
 nothing in another container and is reused.
 
-A forked child inherits the token's open file and with it the lock: the generation counts as held until both are gone.
+A forked child inherits the token's open file and with it the lock: the generation counts as held until both are gone, or
+until the parent releases it. What the child has mapped by then stays valid: to unlink a segment takes it from nobody.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import os
 import socket
 import sys
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Iterator, Optional
 
 from engine_shim.handoff import posix
@@ -40,6 +41,9 @@ class Record:
     since: float = 0.0
     note: str = ""
     identifier: str = field(default="", compare=False)
+
+
+_FIELDS = frozenset(part.name for part in fields(Record))  # a later version's other fields are no concern of ours
 
 
 class Token:
@@ -92,7 +96,7 @@ class Token:
 def _decode(data: bytes, path: str) -> Record:
     try:
         raw = json.loads(data)
-        record = Record(**raw)
+        record = Record(**{name: value for name, value in raw.items() if name in _FIELDS})
         texts = (record.model, record.engine, record.host, record.command, record.residency, record.note, record.identifier)
         if not all(isinstance(text, str) for text in texts):
             raise ValueError("a text is none")
@@ -100,7 +104,7 @@ def _decode(data: bytes, path: str) -> Record:
             raise ValueError("a number is none")
         if type(record.since) not in (int, float):
             raise ValueError("a time is none")
-    except (ValueError, TypeError, RecursionError) as error:
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise Damaged(f"attachment record {path} does not make sense ({error})") from None
     return record
 

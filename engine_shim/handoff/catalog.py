@@ -103,6 +103,9 @@ class Catalog:
         return dataclasses.replace(self, generations=tuple(g for g in self.generations if g.number != number))
 
 
+_FIELDS = frozenset(field.name for field in dataclasses.fields(Generation))
+
+
 def encode(catalog: Catalog) -> bytes:
     return json.dumps(
         {
@@ -125,7 +128,7 @@ def decode(payload: bytes, sequence: int) -> Catalog:
         numbers = [generation.number for generation in generations]
         if len(set(numbers)) != len(numbers) or any(number >= following for number in numbers):
             raise ValueError("generation numbers")
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise Damaged(f"the catalog does not make sense ({error}): run 'ballast purge' and start the sidecar") from None
     return Catalog(boot, following, sequence, generations)
 
@@ -135,7 +138,8 @@ def _whole(value: Any) -> bool:
 
 
 def _generation(row: Any) -> Generation:
-    generation = Generation(**row)
+    # Fields that a later version has added are no concern of ours.
+    generation = Generation(**{name: value for name, value in row.items() if name in _FIELDS})
     texts = (generation.model, generation.kind, generation.state, generation.shards, generation.reason, generation.key)
     if not (
         all(isinstance(text, str) for text in texts)
@@ -186,6 +190,8 @@ class ControlPage:
                     posix.allocate(fd, 0, FILE_SIZE, new)
                     posix.write_exactly(fd, _HEADER.pack(MAGIC, LAYOUT, BYTE_ORDER, SLOT_OFFSET, SLOT_SIZE), 0, new)
                     posix.link_new(new, paths.control)
+                except NotFound:
+                    pass  # swept by another sidecar, which has a page then
                 finally:
                     os.close(fd)
                     posix.remove(new)
@@ -205,8 +211,12 @@ class ControlPage:
             slots = [self._read_slot(index) for index in (0, 1)]
             whole = [slot for slot in slots if isinstance(slot, tuple)]
             if whole:
-                sequence, payload = max(whole)
-                return decode(payload, sequence)
+                newest = max(whole)
+                # Beside a slot that is being written, the other is the newest only if it is still what it was: otherwise we
+                # have been asleep for two writes, and would go back to a catalog older than one we may have seen.
+                if False not in slots or self._read_slot(slots.index(newest)) == newest:
+                    return decode(newest[1], newest[0])
+                continue
             if slots == [None, None]:
                 raise NotFound(
                     f"pool {self.paths.pool!r} holds nothing yet: its sidecar is just starting, or died doing so"

@@ -69,7 +69,7 @@ def sample_plan(sizes: Sequence[int]) -> list[tuple[int, int, int]]:
     plan = []
     for index in filled:
         size = sizes[index]
-        count = 1 + size // stride
+        count = 1 + size // stride // 2 * 2  # odd, so that one of them is the middle
         if size <= BLOCK * count:
             # small: whole, if one block holds it
             plan.append((index, max(0, (size - BLOCK) // 2), min(size, BLOCK)))
@@ -109,37 +109,47 @@ class FileIdentity:
     stat: Optional[Stat]
 
 
-def same_inode(here: Stat, recorded: Optional[Stat]) -> bool:
-    return recorded is not None and (here.dev, here.ino) == (recorded.dev, recorded.ino)
+class File:
+    """An open checkpoint file that wants to know whether it is a known one. Reads its header once at most."""
 
+    def __init__(self, fd: int, path: Path) -> None:
+        self.fd = fd
+        self.path = path
+        self.stat = Stat.of(os.fstat(fd))
+        self._header: Optional[tuple[str, int]] = None
 
-def check_file(
-    fd: int,
-    path: Path,
-    known: FileIdentity,
-    sizes: Sequence[int],
-    starts: Sequence[int],
-    sample: Optional[str] = None,
-) -> None:
-    """Raises Mismatch unless the file that `fd` has open holds what the sidecar read.
+    @property
+    def header(self) -> tuple[str, int]:
+        """Digest and length of the header. Raises Mismatch if it is no safetensors file."""
+        if self._header is None:
+            try:
+                self._header = header_digest(self.fd, self.path)
+            except Damaged as error:
+                raise Mismatch(str(error)) from None
+        return self._header
 
-    `sizes` and `starts` (bytes, from the beginning of the data area) are its tensors', in file order; `sample` replaces
-    the recorded one where that is not there yet.
-    """
-    here = Stat.of(os.fstat(fd))
-    if here == known.stat:
-        return
-    if here.size != known.size:
-        raise Mismatch(f"{path} has {here.size} bytes and the pool's has {known.size}")
-    if same_inode(here, known.stat):
-        raise Mismatch(f"{path} was written to after the sidecar read it; the sidecar will read it again")
-    try:
-        header, length = header_digest(fd, path)
+    def check(
+        self, known: FileIdentity, sizes: Sequence[int], starts: Sequence[int], sample: Optional[str] = None
+    ) -> None:
+        """Raises Mismatch unless the file holds what the sidecar read.
+
+        `sizes` and `starts` (bytes, from the beginning of the data area) are its tensors', in file order; `sample`
+        replaces the recorded one where that is not there yet.
+        """
+        here, there = self.stat, known.stat
+        if here == there:
+            return
+        if here.size != known.size:
+            raise Mismatch(f"{self.path} has {here.size} bytes and the pool's has {known.size}")
+        if there is not None and (here.dev, here.ino) == (there.dev, there.ino):
+            raise Mismatch(f"{self.path} was written to after the sidecar read it; the sidecar will read it again")
+        header, length = self.header
         if header != known.header:
-            raise Mismatch(f"{path} has another header than the pool's")
-        plan = sample_plan(sizes)
-        found = sample_digest(fd, [(length + starts[i] + offset, count) for i, offset, count in plan], path)
-    except Damaged as error:
-        raise Mismatch(str(error)) from None
-    if found != (sample or known.sample):
-        raise Mismatch(f"{path} has the pool's header but other content, as a fine-tune has")
+            raise Mismatch(f"{self.path} has another header than the pool's")
+        places = [(length + starts[i] + offset, count) for i, offset, count in sample_plan(sizes)]
+        try:
+            found = sample_digest(self.fd, places, self.path)
+        except Damaged as error:
+            raise Mismatch(str(error)) from None
+        if found != (sample or known.sample):
+            raise Mismatch(f"{self.path} has the pool's header but other content, as a fine-tune has")

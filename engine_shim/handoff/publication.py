@@ -3,14 +3,19 @@
 The engine writes segments and a manifest under temporary names, holding a kernel lock on each so that a sweep can tell a
 living publisher's from a dead one's, and renames the manifest last. From then on the sidecar may adopt it: it checks every
 number, computes the digests and makes a generation of it.
+
+There are two ways in. `add` copies bytes that are somewhere else. `reserve` makes room first, so that an engine can load
+straight into it and publishing costs no copy and no second home for the weights; `seal` then takes the room's maps away
+from the engine, which keeps private ones at the same addresses.
 """
 
 from __future__ import annotations
 
+import mmap
 import os
 import time
 from pathlib import Path
-from typing import Any, Mapping, Optional, Protocol
+from typing import Any, Mapping, NamedTuple, Optional, Protocol, Sequence
 
 from engine_shim.handoff import manifest, posix
 from engine_shim.handoff.catalog import ENGINE, ControlPage
@@ -36,6 +41,14 @@ class Storage(Protocol):
         """Yields memoryviews or bytes that together are the storage."""
 
 
+class Place(NamedTuple):
+    """Room for one storage: its row in the table of tensors, and where its bytes are in a writable shared map."""
+
+    row: int
+    buffer: mmap.mmap
+    offset: int
+
+
 class Publication:
     """One publication under construction. Used as a context: what was not committed is gone afterwards."""
 
@@ -47,12 +60,21 @@ class Publication:
         self._sizes: list[int] = []
         self._rows: list[Tensor] = []
         self._files: list[tuple[int, Path, Path]] = []  # descriptor, temporary name, real name
+        self._shared: dict[int, mmap.mmap] = {}  # segment -> a map through which the engine still writes
+        self._private: dict[int, mmap.mmap] = {}
+        self._reserved: set[int] = set()  # segments that were laid out at once
+        self._finished = False
         self._committed = False
 
     def __enter__(self) -> Publication:
         return self
 
     def __exit__(self, *_: Any) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Lets go of the files, and removes them unless they were committed. Who has them mapped keeps his bytes."""
+        self.seal()
         for fd, new, real in self._files:
             if not self._committed:
                 posix.remove(new)
@@ -62,16 +84,70 @@ class Publication:
 
     def _create(self, real: Path) -> int:
         new = real.with_name(real.name + TMP)
-        fd = posix.create(new)
-        self._files.append((fd, new, real))
-        posix.try_lock_byte(fd, _LOCK_BYTE)
-        return fd
+        while True:
+            fd = posix.create(new)
+            # A sweep may come between creating and locking, and take the file for a dead publisher's.
+            if posix.try_lock_byte(fd, _LOCK_BYTE) and posix.same_file(fd, new):
+                self._files.append((fd, new, real))
+                return fd
+            os.close(fd)
 
-    def add(self, storage: Storage) -> None:
-        """Copies one storage into the present segment, or a new one. Raises NoRoom before anything is written."""
+    def reserve(self, sizes: Sequence[int]) -> list[Place]:
+        """Room for storages of these sizes, in this order, with all its pages. Raises NoRoom before anything is made.
+
+        The maps are shared: what is written there is published, until `seal`.
+        """
+        room(self._paths.dir).require(sum(sizes), f"publishing {self._model!r}")
+        places: list[Place] = []
+        waiting: list[tuple[int, int]] = []  # row, offset, of the segment being laid out
+        end = 0
+
+        def close_segment() -> None:
+            nonlocal end
+            if waiting:
+                buffer = self._reserve_segment(end)
+                places.extend(Place(row, buffer, offset) for row, offset in waiting)
+                waiting.clear()
+                end = 0
+
+        for size in sizes:
+            if waiting and align(end, ALIGNMENT) + size > SEGMENT_BYTES:
+                close_segment()
+            offset = align(end, ALIGNMENT)
+            waiting.append((self._row(len(self._sizes), offset, size), offset))
+            end = offset + size
+        close_segment()
+        return places
+
+    def _reserve_segment(self, used: int) -> mmap.mmap:
+        fd = self._create(self._paths.publication_segment(self.identifier, len(self._sizes)))
+        size = align(max(used, 1), SEGMENT_ALIGNMENT)
+        # All pages now: a file system that turned out to be full while the engine writes would kill it (SIGBUS).
+        posix.allocate(fd, 0, size, self._files[-1][1])
+        buffer = mmap.mmap(fd, size, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+        self._shared[len(self._sizes)] = buffer
+        self._reserved.add(len(self._sizes))
+        self._sizes.append(size)
+        return buffer
+
+    def _row(self, segment: int, offset: int, size: int) -> int:
+        self._rows.append(Tensor(str(len(self._rows)), "U8", (size,), None, segment, offset, size, None, 0))
+        self.nbytes += size
+        return len(self._rows) - 1
+
+    def seal(self) -> None:
+        """Makes the shared maps private, in place: their bytes stay as they are for everybody, and later writes of the
+        engine stay its own."""
+        for segment, buffer in self._shared.items():
+            posix.make_private(buffer, self._files[segment][0])
+        self._shared.clear()
+
+    def add(self, storage: Storage) -> int:
+        """Copies one storage into the present segment, or a new one, and returns its row. Raises NoRoom beforehand."""
         size = storage.nbytes
         room(self._paths.dir).require(size, f"publishing {self._model!r}")
-        if not self._sizes or (self._sizes[-1] and self._sizes[-1] + size > SEGMENT_BYTES):
+        last = self._sizes[-1] if self._sizes else 0
+        if not self._sizes or len(self._sizes) - 1 in self._reserved or (last and last + size > SEGMENT_BYTES):
             self._create(self._paths.publication_segment(self.identifier, len(self._sizes)))
             self._sizes.append(0)
         fd, path, _ = self._files[-1]
@@ -81,18 +157,31 @@ class Publication:
             view = memoryview(piece).cast("B")
             posix.write_exactly(fd, view, place, path)
             place += len(view)
-        segment = len(self._sizes) - 1
-        self._rows.append(Tensor(str(len(self._rows)), "U8", (size,), None, segment, offset, size, None, 0))
         self._sizes[-1] = offset + size
-        self.nbytes += size
+        return self._row(len(self._sizes) - 1, offset, size)
 
-    def commit(self, state: Mapping[str, Any], engine: Mapping[str, Any], key: str) -> None:
-        """Closes the segments and gives everything its name, the manifest last. Raises NoRoom or Busy."""
+    def view(self, row: int) -> tuple[mmap.mmap, int]:
+        """A private map of the segment that holds a row, as it is published, and the row's place in it. After `finish`."""
+        segment = self._rows[row].segment
+        if segment not in self._private:
+            flags, protection = mmap.MAP_PRIVATE | posix.NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE
+            self._private[segment] = mmap.mmap(self._files[segment][0], self._sizes[segment], flags, protection)
+        return self._private[segment], self._rows[row].offset
+
+    def finish(self) -> None:
+        """Closes the segments: nothing is added any more. Raises NoRoom."""
+        self.seal()
         for index, (fd, path, _) in enumerate(self._files):
             used = self._sizes[index]
             full = self._sizes[index] = align(max(used, 1), SEGMENT_ALIGNMENT)
             posix.allocate(fd, used, full - used, path)
             os.fchmod(fd, posix.PUBLISHED)
+        self._finished = True
+
+    def commit(self, state: Mapping[str, Any], engine: Mapping[str, Any], key: str) -> None:
+        """Gives everything its name, the manifest last. Raises NoRoom or Busy."""
+        if not self._finished:
+            self.finish()
         contents = Manifest(
             generation=0, model=self._model, kind=ENGINE, complete=False, created=time.time(), source="",
             segments=tuple(self._sizes), tensors=self._rows, state=state, engine={**engine, "key": key},

@@ -9,11 +9,17 @@ the engine must not see. So it does not go on `sys.path`; a finder at the very e
 `engine_shim` alone, and only when nobody else has found it.
 """
 
+from __future__ import annotations
+
 import os
 import sys
 
-# Only what the interpreter has imported by now, and no syntax that an old Python does not read: this runs in every Python
-# that an engine starts, whatever its version.
+# Nothing here that the interpreter has not imported by now: this runs in every Python that an engine starts.
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _SHIM = os.path.dirname(os.path.dirname(_HERE))
@@ -23,7 +29,7 @@ class _ShimFinder:
     """Finds the package `engine_shim`, and nothing else, where this file comes from."""
 
     @staticmethod
-    def find_spec(name, path=None, target=None):  # type: ignore[no-untyped-def]
+    def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name != "engine_shim":
             return None
         from importlib.machinery import PathFinder
@@ -31,21 +37,21 @@ class _ShimFinder:
         return PathFinder.find_spec(name, [os.path.dirname(_SHIM)])
 
 
-def _switch_on():  # type: ignore[no-untyped-def]
+def _switch_on() -> None:
     if not os.environ.get("BALLAST_POOL") or os.environ.get("BALLAST_MODE", "").strip().lower() == "off":
         return
     if sys.version_info < (3, 9):
         return
-    sys.meta_path.append(_ShimFinder)  # type: ignore[arg-type]
+    sys.meta_path.append(_ShimFinder)
     try:
         from engine_shim.hooks import bootstrap
 
         bootstrap.install()
     except Exception as error:  # whatever is wrong with us, the program starts
-        sys.stderr.write("ballast: the shim is not switched on: %s: %s\n" % (type(error).__name__, error))  # noqa: UP031
+        sys.stderr.write(f"ballast: the shim is not switched on: {type(error).__name__}: {error}\n")
 
 
-def _give_way():  # type: ignore[no-untyped-def]
+def _give_way() -> None:
     """Run the `sitecustomize` that would have been imported if this one were not on the path.
 
     Only those further down the path: one further up has been run, or it is the one that has just called us the same way.
@@ -66,5 +72,5 @@ def _give_way():  # type: ignore[no-untyped-def]
         return
 
 
-_switch_on()  # type: ignore[no-untyped-call]
-_give_way()  # type: ignore[no-untyped-call]
+_switch_on()
+_give_way()

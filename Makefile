@@ -1,0 +1,67 @@
+# `make demo` and `make test` work on a fresh clone with python3 (3.10 or later), its pip, and make. Everything else goes
+# into .venv, once.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+# Byte-compiling all of torch and transformers takes longer than unpacking them; what is used is compiled when first used.
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input --no-compile
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+.PHONY: help demo test test-slow test-all lint bench clean
+
+help:
+	@echo "make demo       a real model in a real engine: from disk, attached, attached again after kill -9"
+	@echo "make test       the fast tests"
+	@echo "make test-slow  the tests that take minutes"
+	@echo "make test-all   both"
+	@echo "make lint       ruff and mypy"
+	@echo "make bench      the measurements (takes long, and needs an idle machine)"
+	@echo "make clean      remove $(VENV), the demo's checkpoint and what tools have cached"
+
+demo: $(VENV)/.demo
+	@$(BIN)/ballast demo --cache .cache
+
+test: $(VENV)/.test
+	@$(BIN)/python -m pytest -m "not slow"
+
+test-slow: $(VENV)/.test
+	@$(BIN)/python -m pytest -m slow
+
+test-all: $(VENV)/.test
+	@$(BIN)/python -m pytest
+
+lint: $(VENV)/.test
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+
+bench: $(VENV)/.test
+	@$(BIN)/python bench/run.py
+
+clean:
+	rm -rf $(VENV) .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist
+	find . -name __pycache__ -prune -exec rm -rf {} +
+
+# A stamp says that its extra of pyproject.toml is installed. Editable: the tests are to test the tree.
+$(VENV)/.demo $(VENV)/.test: $(VENV)/.%: pyproject.toml | $(VENV)/.made
+	@echo "installing into $(VENV) what 'make $*' needs (a few minutes, once)"
+	@$(INSTALL) --editable '.[$*]'
+	@touch $@
+
+# Some systems ship Python without what venv takes pip from: then the system's pip puts one there.
+$(VENV)/.made:
+	@command -v $(PYTHON) >/dev/null || \
+	  { echo "make: $(PYTHON) is missing: install Python 3.10 or later, or name one: make PYTHON=..." >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	  { echo "make: $(PYTHON) is older than 3.10: name a newer one: make PYTHON=python3.12" >&2; exit 1; }
+	@rm -rf $(VENV)
+	@$(PYTHON) -m venv $(VENV) >/dev/null 2>&1 || \
+	  { rm -rf $(VENV) && $(PYTHON) -m venv --without-pip $(VENV) && \
+	    $(PYTHON) -m pip --python $(BIN)/python --disable-pip-version-check install --quiet pip; } || \
+	  { rm -rf $(VENV); \
+	    echo "make: $(PYTHON) has neither a whole venv nor pip: install them (Debian, Ubuntu: apt install python3-venv)" >&2; \
+	    exit 1; }
+	@touch $@

@@ -1,0 +1,330 @@
+"""An engine's state, kept and found: what stands between a module tree and the pool, for every engine.
+
+`Keeper` takes a module's state into shared memory while the engine loads it, without a second copy: the parameters are moved
+into the publication before the weights are read, so that the engine loads straight into it. `find` looks for a published
+state by its key, and `Found.bind` puts it into a module.
+
+A state is kept at two levels, module by module. *loaded*: as the engine sharded and fused the checkpoint, before
+post-processing, which runs again on every attach. *processed*: as post-processing left it, ready to run.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+from dataclasses import dataclass, field
+from typing import AbstractSet, Any, Iterable, Mapping, Optional
+
+import torch
+
+from engine_shim import ladder, modules
+from engine_shim.handoff import catalog
+from engine_shim.handoff.catalog import Generation
+from engine_shim.handoff.errors import Damaged, HandoffError, Mismatch, NotFound, NotReady
+from engine_shim.handoff.manifest import Manifest
+from engine_shim.handoff.names import PoolPaths
+from engine_shim.handoff.publication import Place, Publication
+from engine_shim.mapping import Segments
+from engine_shim.modules import Slot, TensorStorage
+
+log = logging.getLogger("ballast")
+
+LOADED = "loaded"
+PROCESSED = "processed"
+
+# Smaller storages are copied when they are captured: moving one into shared memory costs more than its bytes.
+MOVED = 64 << 10
+
+
+@dataclass(frozen=True)
+class Found:
+    """A published state that fits a key, leased as long as it or any tensor of it lives."""
+
+    generation: Generation
+    contents: Manifest
+    segments: Segments
+
+    @property
+    def processed(self) -> AbstractSet[str]:
+        """The paths of the modules that were captured after post-processing."""
+        paths = self.contents.state.get("processed", [])
+        if not isinstance(paths, list) or not all(isinstance(path, str) for path in paths):
+            raise Damaged(f"the state of {self.contents.model!r} does not make sense: publish it again")
+        return frozenset(paths)
+
+    @property
+    def level(self) -> str:
+        every = {row[0] for row in self.contents.state["slots"]}
+        processed = self.processed
+        return PROCESSED if every <= processed else f"{LOADED} and {PROCESSED}" if processed else LOADED
+
+    def bind(self, module: torch.nn.Module) -> None:
+        """Puts the state into `module`, which was built and not loaded. Raises Mismatch or Damaged with nothing touched."""
+        attributes = self.contents.state.get("attributes", [])
+        owners = dict(modules.root(module).named_modules(remove_duplicate=False))
+        try:
+            plan = [(owners[path], name, value) for path, name, value in attributes]
+        except (KeyError, ValueError, TypeError):
+            raise Mismatch(f"the module lacks something that {self.contents.model!r} was published with") from None
+        modules.restore(module, self.contents, self.segments, self.processed)
+        for owner, name, value in plan:
+            owner.__dict__[name] = value
+
+    def check_final(self, module: torch.nn.Module, variant: str) -> None:
+        """Raises Mismatch unless the tree after post-processing is what it was in the engine that published."""
+        wanted = self.contents.state.get("final", {}).get(variant)
+        if wanted is None:
+            return
+        now = modules.describe(module)
+        for there, here in zip(wanted, now):
+            if there != here:
+                raise Mismatch(f"{here[0]} is {here[1:]} after post-processing and was {there[1:]} when it was published")
+        if len(wanted) != len(now):
+            raise Mismatch(f"the module has {len(now)} tensors after post-processing and had {len(wanted)} when published")
+
+
+def find(key: str, engine: str = "", paths: Optional[PoolPaths] = None) -> Optional[Found]:
+    """The newest ready state with this key, or None. Raises HandoffError if there is one that cannot be used."""
+    view = ladder.pool(paths)
+    fitting = [g for g in view.catalog().generations if _ready(g) and g.key == key]
+    for generation in sorted(fitting, key=lambda g: -g.number):
+        try:
+            contents = view.manifest(generation)
+            if contents.kind != catalog.ENGINE or contents.engine.get("key") != key:
+                raise Damaged(f"generation {generation.number} has another key than the catalog says: restart the sidecar")
+            return Found(generation, contents, view.attach(generation, contents, engine=engine))
+        except NotFound:
+            continue  # retired between two looks
+    return None
+
+
+def _ready(generation: Generation) -> bool:
+    return generation.kind == catalog.ENGINE and generation.state == catalog.READY
+
+
+def differences(key: Mapping[str, Any], paths: Optional[PoolPaths] = None) -> Optional[str]:
+    """Why no published state fits: in what the nearest one differs. None if there is no state at all."""
+    view = ladder.pool(paths)
+    nearest: Optional[list[str]] = None
+    for generation in view.catalog().generations:
+        if not _ready(generation):
+            continue
+        try:
+            other = view.manifest(generation).engine
+        except HandoffError:
+            continue
+        names = sorted(name for name in {*key, *other} - {"key"} if key.get(name) != other.get(name))
+        if nearest is None or len(names) < len(nearest):
+            nearest = names
+    return ", ".join(nearest) if nearest else None
+
+
+@dataclass
+class Keeper:
+    """Takes the state of one module into shared memory. The steps, in order: `move` before the weights are read, `loaded`
+    after, `process` for each module that is captured after its post-processing, `finish`, `commit`; `close` in any case."""
+
+    model: str
+    paths: PoolPaths
+    levels: Mapping[str, str]  # path of module -> level; those not named are captured at level loaded
+    _publication: Publication = field(init=False)
+    _moved: dict[int, int] = field(default_factory=dict)  # address of a moved storage -> its row
+    _before: dict[tuple[str, str], Any] = field(default_factory=dict)
+    _slots: list[list[Any]] = field(default_factory=list)
+    _rebind: list[tuple[torch.Tensor, int]] = field(default_factory=list)  # processed tensor -> its storage's row
+    _attributes: list[list[Any]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._publication = Publication(self.paths, self.model)
+
+    @property
+    def identifier(self) -> str:
+        return self._publication.identifier
+
+    @property
+    def nbytes(self) -> int:
+        return self._publication.nbytes
+
+    def _wanted(self, path: str) -> bool:
+        return self.levels.get(path, LOADED) == LOADED
+
+    def move(self, module: torch.nn.Module) -> None:
+        """Moves the module's larger tensors into the publication, with what they hold. Raises NoRoom with nothing moved.
+
+        A tensor on another device stays there. One that somebody outside the tree looks at stays where it is as well.
+        """
+        self._before = modules.module_attributes(module)
+        groups: dict[int, dict[int, Slot]] = {}
+        for slot in modules.slots(modules.root(module)):
+            if self._wanted(slot.path) and _movable(slot.tensor):
+                group = groups.setdefault(slot.tensor.untyped_storage().data_ptr(), {})
+                group[id(slot.tensor)] = slot
+        chosen = [list(group.values()) for group in groups.values() if not _seen_elsewhere(list(group.values()))]
+        sizes = [group[0].tensor.untyped_storage().nbytes() for group in chosen]
+        for moving, place in zip(chosen, self._publication.reserve(sizes)):
+            self._move(moving, place)
+
+    def _move(self, group: list[Slot], place: Place) -> None:
+        old = group[0].tensor.untyped_storage()
+        flat = torch.frombuffer(place.buffer, dtype=torch.uint8, count=old.nbytes(), offset=place.offset)
+        new = flat.untyped_storage()
+        copy_touched(old.data_ptr(), new.data_ptr(), old.nbytes())
+        for slot in group:
+            tensor = slot.tensor
+            empty = torch.empty(0, dtype=tensor.dtype)
+            tensor.data = empty.set_(new, tensor.storage_offset(), tensor.shape, tensor.stride())
+        self._moved[new.data_ptr()] = place.row
+
+    def loaded(self, module: torch.nn.Module) -> None:
+        """Captures what has been loaded, and ends the engine's way of writing into it: later writes stay its own."""
+        self._keep(modules.capture(module, self._wanted))
+        self._publication.seal()
+        for place, value in modules.module_attributes(module).items():
+            if place not in self._before or self._before[place] is not value:
+                self._changed(place, value)
+        self._before.clear()
+
+    def _changed(self, place: tuple[str, str], value: Any) -> None:
+        """An attribute that loading has set. Numbers and texts are kept; objects cannot be."""
+        simple = modules.told(value)
+        if isinstance(simple, dict):
+            raise Mismatch(f"loading has made {'.'.join(filter(None, place))}, a {simple['type']}, which cannot be kept")
+        if place in self._before and self._before[place] == value and type(self._before[place]) is type(value):
+            return
+        self._attributes.append([*place, simple])
+
+    def process(self, module: torch.nn.Module, paths: Iterable[str]) -> None:
+        """Captures the modules at these paths, whose post-processing is done."""
+        wanted = set(paths)
+        captured = modules.capture(module, wanted.__contains__)
+        first = len(self._slots)
+        self._keep(captured)
+        here = (slot for slot in modules.slots(modules.root(module)) if slot.path in wanted)
+        for index, (slot, row) in enumerate(zip(here, self._slots[first:]), first):
+            if row[11] == index and slot.tensor.device.type == "cpu":
+                self._rebind.append((slot.tensor, row[6]))
+
+    def _keep(self, captured: modules.Captured) -> None:
+        first = len(self._slots)
+        rows = []
+        for storage in captured.storages:
+            row = self._moved.get(storage.storage.data_ptr()) if storage.nbytes else None
+            rows.append(self._publication.add(TensorStorage(storage.storage)) if row is None else row)
+        for slot in captured.state["slots"]:
+            self._slots.append([*slot[:6], rows[slot[6]], *slot[7:11], slot[11] + first, *slot[12:]])
+
+    def finish(self, module: torch.nn.Module, variant: str) -> dict[str, Any]:
+        """Ends the capture: what was processed is bound to the shared bytes as well. Returns the state's description."""
+        self._publication.finish()
+        storages: dict[int, torch.UntypedStorage] = {}
+        for tensor, row in self._rebind:
+            nbytes = tensor.untyped_storage().nbytes()
+            if nbytes <= modules.TINY:
+                continue
+            if row not in storages:
+                buffer, offset = self._publication.view(row)
+                flat = torch.frombuffer(buffer, dtype=torch.uint8, count=nbytes, offset=offset)
+                storages[row] = flat.untyped_storage()
+            empty = torch.empty(0, dtype=tensor.dtype)
+            tensor.data = empty.set_(storages[row], tensor.storage_offset(), tensor.shape, tensor.stride())
+        self._rebind.clear()
+        return {
+            "slots": self._slots,
+            "processed": sorted(path for path, level in self.levels.items() if level == PROCESSED),
+            "attributes": self._attributes,
+            "final": {variant: modules.describe(module)},
+        }
+
+    def commit(self, state: Mapping[str, Any], key: Mapping[str, Any], digest: str) -> None:
+        """Hands the state over. Raises NoRoom or Busy."""
+        self._publication.commit(state, key, digest)
+
+    def close(self) -> None:
+        """Removes what was not committed. The module keeps its bytes."""
+        self._publication.close()
+
+
+def adopted(identifier: str, key: str, timeout: float, paths: Optional[PoolPaths] = None) -> Generation:
+    """Waits until the sidecar has made a generation of a publication. Raises NotReady if it refused it, or took longer."""
+    view = ladder.pool(paths)
+    place = view.paths.publication(identifier)
+
+    def look(now: catalog.Catalog) -> Optional[Generation]:
+        ready = [g for g in now.generations if _ready(g) and g.key == key]
+        if ready and not place.exists():
+            return max(ready, key=lambda g: g.number)
+        failed = [g for g in now.generations if g.kind == catalog.ENGINE and g.state == catalog.FAILED]
+        if failed and not ready and not place.exists() and not any(g.state == catalog.LOADING for g in now.generations):
+            raise NotReady(f"the sidecar refused the publication: {failed[-1].reason}")
+        return None
+
+    found = view.wait(look, timeout)
+    if found is None:
+        raise NotReady(f"the sidecar did not adopt the publication in {timeout:.0f} s: see 'ballast status'")
+    return found
+
+
+def _movable(tensor: torch.Tensor) -> bool:
+    if tensor.device.type != "cpu" or tensor.layout != torch.strided or tensor.is_inference() or tensor.is_quantized:
+        return False
+    if type(tensor) is not torch.Tensor and not isinstance(tensor, torch.nn.Parameter):
+        return False
+    try:
+        storage = tensor.untyped_storage()
+        return storage.nbytes() >= MOVED and storage.data_ptr() != 0 and not tensor.is_pinned()
+    except (RuntimeError, NotImplementedError):
+        return False  # a wrapper around other tensors
+
+
+def _seen_elsewhere(group: list[Slot]) -> bool:
+    """Whether some tensor outside the tree looks at the same storage: it would go on looking at the old one."""
+    count = getattr(torch._C, "_storage_Use_Count", None)
+    if count is None:
+        return False
+    storage = group[0].tensor.untyped_storage()
+    return bool(count(storage._cdata) > len(group) + 1)  # the tensors and `storage` itself
+
+
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+_HAS_BYTES = 0xC0  # of a pagemap entry's last byte: present in memory, or swapped out
+_MARK = bytes(1 if value & _HAS_BYTES else 0 for value in range(256))
+
+
+def copy_touched(source: int, target: int, nbytes: int) -> None:
+    """Copies memory to memory, without the pages of the source that nobody has ever written to: those are zeros, and so is
+    the target. A model that was just built consists of such pages, since `torch.empty` does not write.
+
+    Asks /proc/self/pagemap (see proc_pid_pagemap(5)); where that is not to be had everything is copied.
+    """
+    first = -(-source // _PAGE) * _PAGE
+    count = (source + nbytes - first) // _PAGE
+    marks = _touched(first, count) if count > 0 else None
+    if marks is None:
+        ctypes.memmove(target, source, nbytes)
+        return
+    head = first - source
+    ctypes.memmove(target, source, head)
+    tail = head + count * _PAGE
+    ctypes.memmove(target + tail, source + tail, nbytes - tail)
+    end = 0
+    while (begin := marks.find(1, end)) >= 0:
+        end = marks.find(0, begin)
+        end = count if end < 0 else end
+        ctypes.memmove(target + head + begin * _PAGE, first + begin * _PAGE, (end - begin) * _PAGE)
+
+
+def _touched(address: int, pages: int) -> Optional[bytes]:
+    """One byte for each page: 1 if it holds something. None if the kernel does not tell."""
+    try:
+        with open("/proc/self/pagemap", "rb", buffering=0) as file:
+            file.seek(address // _PAGE * 8)
+            data = bytearray()
+            while len(data) < pages * 8:
+                part = file.read(pages * 8 - len(data))
+                if not part:
+                    return None
+                data += part
+    except OSError:
+        return None
+    return bytes(data[7::8]).translate(_MARK)

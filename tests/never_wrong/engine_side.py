@@ -1,0 +1,131 @@
+"""What the engines of these tests do: read weights in every way there is, say what they got, write into it."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from typing import Any, Optional
+
+import safetensors
+import safetensors.torch
+import torch
+
+import engine_shim
+from tests.never_wrong.forked import KEPT
+
+
+def fingerprints(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Type, shape and bits of each, short enough to be sent."""
+    found = {}
+    for name, tensor in tensors.items():
+        data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        found[name] = f"{tensor.dtype} {list(tensor.shape)} {hashlib.blake2b(data, digest_size=8).hexdigest()}"
+    return found
+
+
+def by_safe_open(path: str) -> dict[str, torch.Tensor]:
+    with safetensors.safe_open(path, "pt") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}
+
+
+def by_slices(path: str) -> dict[str, torch.Tensor]:
+    with safetensors.safe_open(path, "pt") as file:
+        return {name: file.get_slice(name)[...] for name in file.keys()}
+
+
+def by_load_file(path: str) -> dict[str, torch.Tensor]:
+    return safetensors.torch.load_file(path)
+
+
+def by_load_model(path: str) -> dict[str, torch.Tensor]:
+    with safetensors.safe_open(path, "pt") as file:
+        module = Plain({name: torch.empty_like(file.get_tensor(name)) for name in file.keys()})
+    assert safetensors.torch.load_model(module, path) == (set(), [])
+    return module.state_dict()
+
+
+def by_open(model: str) -> dict[str, torch.Tensor]:
+    return engine_shim.open(model).state_dict()
+
+
+def by_attach(model: str) -> dict[str, torch.Tensor]:
+    empty = {name: torch.empty_like(value, device="meta") for name, value in engine_shim.open(model).tensors.items()}
+    return engine_shim.attach(Plain(empty), model).state_dict()
+
+
+class Plain(torch.nn.Module):
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        super().__init__()
+        for name, value in tensors.items():
+            self.register_parameter(name, torch.nn.Parameter(value, requires_grad=False))
+
+
+FILE_WAYS = {"safe_open": by_safe_open, "slices": by_slices, "load_file": by_load_file, "load_model": by_load_model}
+MODEL_WAYS = {"open": by_open, "attach": by_attach}
+
+
+def load(way: str, what: str, keep: str = "") -> dict[str, str]:
+    """Loads a file or a model in this way and says what it got; keeps the tensors under a name if asked to."""
+    tensors = (FILE_WAYS.get(way) or MODEL_WAYS[way])(what)
+    if keep:
+        KEPT[keep] = tensors
+    return fingerprints(tensors)
+
+
+def kept(name: str) -> dict[str, str]:
+    """What was kept, as it is now."""
+    return fingerprints(KEPT[name])
+
+
+def forget(name: str) -> None:
+    del KEPT[name]
+
+
+def scribble(name: str) -> dict[str, str]:
+    """Writes into every byte of what was kept, as an engine may do with its own weights."""
+    for tensor in KEPT[name].values():
+        whole = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+        whole.bitwise_not_()
+    return kept(name)
+
+
+def segments() -> dict[str, int]:
+    """The segments that this process has mapped, and how many bytes of them it has made its own."""
+    found: dict[str, int] = {}
+    current: Optional[str] = None
+    with open("/proc/self/smaps") as lines:
+        for line in lines:
+            words = line.split()
+            if "-" in words[0] and len(words) >= 5 and ":" not in words[0]:
+                place = words[5] if len(words) > 5 else ""
+                current = os.path.basename(place) if "/ballast-" in place else None
+                if current is not None:
+                    found.setdefault(current, 0)
+            elif current is not None and words[0] in ("Private_Dirty:", "Anonymous:"):
+                found[current] = max(found[current], 1024 * int(words[1]))
+    return found
+
+
+def environment(**changes: str) -> None:
+    os.environ.update(changes)
+
+
+def settings(changes: dict[str, str]) -> None:
+    os.environ.update(changes)
+
+
+def become(user: int) -> None:
+    """Another user from now on."""
+    os.setgroups([])
+    os.setgid(user)
+    os.setuid(user)
+
+
+def attempt(way: str, what: str) -> Any:
+    """The error in which loading ends, as its type's name and its text, or None."""
+    try:
+        load(way, what)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return None
