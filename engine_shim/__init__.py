@@ -13,9 +13,10 @@ next to nothing and does not import torch.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
+TYPE_CHECKING = False  # without importing typing, which every interpreter that an engine starts would pay for
 if TYPE_CHECKING:
+    from typing import Any
+
     from engine_shim.api import Model, attach, open, publish
 
 __version__ = "0.1.0"

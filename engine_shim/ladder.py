@@ -55,6 +55,8 @@ class Settings:
             mode = "auto"
         try:
             wait = float(environ.get("BALLAST_WAIT") or DEFAULT_WAIT)
+            if wait != wait:
+                raise ValueError("nan")
         except ValueError:
             say_once(logging.WARNING, f"BALLAST_WAIT is not a number of seconds; taken as {DEFAULT_WAIT:.0f}")
             wait = DEFAULT_WAIT
@@ -270,7 +272,7 @@ def newest(models: Catalog, model: str, kind: str = catalog.CHECKPOINT, key: Opt
     failed = [g for g in known if g.state == catalog.FAILED]
     if failed:
         raise NotReady(f"the sidecar could not load {model!r}: {failed[0].reason}")
-    held = ", ".join(models.models()) or "no model"
+    held = ", ".join(sorted({g.model for g in models.generations if g.kind == kind})) or "no model"
     raise NotFound(f"the pool holds no {model!r} but {held}: name it in 'ballast serve', or set BALLAST_MODEL")
 
 

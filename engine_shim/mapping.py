@@ -7,20 +7,16 @@ tying and deduplicating by storage work as ever. Segments are mapped, and views 
 
 from __future__ import annotations
 
-import mmap
 import os
 from pathlib import Path
 from typing import Any, Callable, Iterator, Mapping, Optional, Sequence
 
 import torch
 
-from engine_shim.handoff import posix
+from engine_shim.handoff import maps, posix
 from engine_shim.handoff.errors import Damaged
 from engine_shim.handoff.manifest import Manifest, Tensor
 from engine_shim.handoff.manifest import Shard as ShardRow
-
-# Not in every Python's mmap module; the value is the same on all of Linux's common architectures. See mmap(2).
-_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 
 _TORCH = {
     "BOOL": "bool", "U8": "uint8", "I8": "int8", "I16": "int16", "U16": "uint16", "I32": "int32", "U32": "uint32",
@@ -37,18 +33,18 @@ DTYPES: dict[str, torch.dtype] = {
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
-def map_segment(path: Path, size: int) -> mmap.mmap:
+def map_segment(path: Path, size: int) -> maps.Buffer:
     """The first `size` bytes of a segment, private and writable. Raises NotFound, Foreign or Damaged."""
     fd = posix.open_existing(path)
     try:
         if os.fstat(fd).st_size < size:
             raise Damaged(f"{path} is shorter than its manifest says: restart the sidecar to have it loaded again")
-        return mmap.mmap(fd, size, mmap.MAP_PRIVATE | _NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE)
+        return maps.private(fd, size)
     finally:
         os.close(fd)
 
 
-def view(buffer: mmap.mmap, row: Tensor, derived: bool = False) -> torch.Tensor:
+def view(buffer: maps.Buffer, row: Tensor, derived: bool = False) -> torch.Tensor:
     """The tensor that `row` describes in a mapped segment. Raises TypeError for an element type that this torch has not.
 
     With `derived` it is a view of a flat tensor, as safetensors makes them, which some operations can tell (`detach_`,
@@ -78,14 +74,14 @@ class Segments:
     """The segments of one opened generation, mapped when first needed. `on_map` is told of every new map."""
 
     def __init__(
-        self, path_of: Callable[[int], Path], sizes: Sequence[int], on_map: Callable[[mmap.mmap], Any] = lambda _: None
+        self, path_of: Callable[[int], Path], sizes: Sequence[int], on_map: Callable[[maps.Buffer], Any] = lambda _: None
     ) -> None:
         self._path_of = path_of
         self._sizes = sizes
         self._on_map = on_map
-        self._maps: dict[int, mmap.mmap] = {}
+        self._maps: dict[int, maps.Buffer] = {}
 
-    def __getitem__(self, index: int) -> mmap.mmap:
+    def __getitem__(self, index: int) -> maps.Buffer:
         found = self._maps.get(index)
         if found is None:
             found = self._maps[index] = map_segment(self._path_of(index), self._sizes[index])

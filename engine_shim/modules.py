@@ -315,6 +315,9 @@ def restore(
             value: torch.Tensor = bound[row.same]
         else:
             value = _bound(slot.tensor if slot else None, tensor, row)
+            if row.path in processed:  # post-processing drops what only loading needs
+                for name in set(vars(value)) - set(row.attributes):
+                    del vars(value)[name]
             for name, attribute in row.attributes.items():
                 if not isinstance(attribute, dict) and vars(value).get(name, _MISSING) != attribute:
                     vars(value)[name] = attribute
@@ -403,12 +406,16 @@ def _compare(module: torch.nn.Module, rows: list[SlotRow]) -> None:
     seen: dict[int, int] = {}  # storages may be numbered otherwise; which slots share one may not differ
     for path, name, kind, persistent, cls, grad, storage, dtype, offset, shape, strides, _, attributes in again:
         row = wanted.get((path, name))
+        if row is None:
+            raise Mismatch(f"{path}.{name} came up while the module was bound; load it in the ordinary way")
         found = (kind, persistent, cls, grad, dtype, offset, tuple(shape), tuple(strides), attributes)
-        if row is None or found != (
+        there = (
             row.kind, row.persistent, row.cls, row.requires_grad, row.dtype, row.offset, row.shape, row.strides,
             row.attributes,
-        ) or seen.setdefault(storage, row.storage) != row.storage:  # fmt: skip
-            raise Mismatch(f"{path}.{name} is not as it was published after binding; load the module in the ordinary way")
+        )  # fmt: skip
+        if found != there or seen.setdefault(storage, row.storage) != row.storage:
+            unlike = [f"{a!r} instead of {b!r}" for a, b in zip(found, there) if a != b] or ["another alias"]
+            raise Mismatch(f"{row.label} is not as it was published ({unlike[0]}); load the module in the ordinary way")
     if len(again) != len(rows):
         raise Mismatch("the module lost a tensor while being bound; load it in the ordinary way")
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
+import engine_shim
 from engine_shim import __version__
 from engine_shim.handoff.errors import HandoffError, NameRefused, NotFound, NotReady
 from engine_shim.handoff.names import DEFAULT_DIR, DEFAULT_POOL, PoolPaths
@@ -30,7 +31,7 @@ INTERRUPTED = 130  # 128 + SIGINT, as a shell has it
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 # What `ballast run` puts on the PYTHONPATH of the engine.
-SITE = Path(__file__).resolve().parent.parent / "engine_shim" / "hooks" / "site"
+SITE = Path(engine_shim.__file__).resolve().parent / "hooks" / "site"
 
 _PIPED_WIDTH = 200  # columns of a table that no terminal limits
 
@@ -456,6 +457,68 @@ def demo(
 
 def _cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ballast"
+
+
+# Engines' own state ---------------------------------------------------------------------------------------------------
+
+EngineCommand = Annotated[
+    list[str], typer.Argument(metavar="COMMAND", show_default=False, help="The engine, with its arguments.")
+]
+
+
+@app.command(
+    context_settings={"allow_interspersed_args": False},
+    epilog="Before the first serving start: ballast prepare -- vllm serve /models/llama",
+)
+def prepare(
+    command: EngineCommand,
+    pool: Pool = DEFAULT_POOL,
+    timeout: Annotated[float, typer.Option(min=0, help="Seconds until the state must be there.")] = 1800.0,
+    directory: Dir = Path(DEFAULT_DIR),
+) -> int:
+    """Run an engine only until every rank has published its state, so that every serving start attaches."""
+    from sidecar import prepare as preparing
+
+    log = sys.stderr.fileno()
+    for row in preparing.prepare(command, pool, directory=Path(os.path.abspath(directory)), timeout=timeout, log=log):
+        where = "was there already" if row.outcome == "attached" else f"is generation {row.generation}"
+        print(f"{row.model}, {row.role}, rank {row.rank}: its state {where}")
+    return DONE
+
+
+@app.command(
+    context_settings={"allow_interspersed_args": False},
+    epilog="Before trusting a new format: ballast parity -- vllm serve /models/llama",
+)
+def parity(
+    command: EngineCommand,
+    pool: Annotated[
+        str | None,
+        typer.Option("--pool", "-p", help="A pool with the checkpoint; by default one is made.", show_default=False),
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="Greedy tokens of each answer that is compared.")] = 32,
+    timeout: Annotated[float, typer.Option(min=0, help="Seconds that one start may take.")] = 900.0,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show what the engines write.")] = False,
+    directory: Dir = Path(DEFAULT_DIR),
+    json: Json = False,
+) -> int:
+    """Compare an engine from disk with the same engine by way of the pool: every tensor, and greedy tokens.
+
+    Runs the command once for each way its weights can come. Ends with 1 if anything differs.
+    """
+    import dataclasses
+    import subprocess
+
+    from sidecar import parity as comparing
+
+    verdicts = comparing.parity(
+        command, pool=pool, directory=Path(os.path.abspath(directory)), tokens=tokens, timeout=timeout,
+        log=sys.stderr.fileno() if verbose else subprocess.DEVNULL,
+        tell=(lambda _: None) if json else (lambda verdict: print(comparing.sentence(verdict), flush=True)),
+    )  # fmt: skip
+    if json:
+        _print_json([dataclasses.asdict(verdict) for verdict in verdicts])
+    return FAILED if any(verdict.differences for verdict in verdicts) else DONE
 
 
 # What the commands share ----------------------------------------------------------------------------------------------

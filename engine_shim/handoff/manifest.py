@@ -6,6 +6,7 @@ and has exactly the bytes that its type and shape call for. `docs/protocol.md` d
 
 from __future__ import annotations
 
+import functools
 import gc
 import hashlib
 import json
@@ -86,7 +87,7 @@ class Manifest:
     state: Mapping[str, Any] = field(default_factory=dict)  # of an engine's module tree; see engine_shim.modules
     engine: Mapping[str, Any] = field(default_factory=dict)  # what an engine's state depends on
 
-    @property
+    @functools.cached_property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors)
 

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import mmap
 import os
 import stat
 import struct
 from pathlib import Path
-from typing import Iterator, Optional
+from typing import Iterator, Optional, Sequence
 
 from engine_shim.handoff.errors import Damaged, Foreign, HandoffError, NoRoom, NotFound
 
 PAGE = 4096
+_PARTS = 1024  # IOV_MAX of Linux
 PRIVATE = 0o600  # while under construction, and for records that their owner rewrites
 PUBLISHED = 0o400  # segments and manifests: nobody writes to them again, not even their owner by mistake
 
@@ -124,6 +124,20 @@ def write_exactly(fd: int, data: bytes | memoryview, offset: int, path: Path) ->
         view = view[written:]
 
 
+def write_parts(fd: int, parts: Sequence[bytes | memoryview], offset: int, path: Path) -> None:
+    """The parts one after the other, at `offset`, in as few calls as can be; for many small ones."""
+    for first in range(0, len(parts), _PARTS):
+        some = parts[first : first + _PARTS]
+        length = sum(map(len, some))
+        try:
+            written = os.pwritev(fd, some, offset)
+        except OSError as error:
+            raise _error(error, path) from error
+        if written < length:
+            write_exactly(fd, memoryview(b"".join(some))[written:], offset + written, path)
+        offset += length
+
+
 def allocate(fd: int, offset: int, length: int, path: Path) -> None:
     """Makes sure that these bytes have pages, as zeros where nothing was written. Raises NoRoom."""
     if length <= 0:
@@ -132,29 +146,6 @@ def allocate(fd: int, offset: int, length: int, path: Path) -> None:
         os.posix_fallocate(fd, offset, length)
     except OSError as error:
         raise _error(error, path) from error
-
-
-# Neither is in every Python's mmap module; both values are the same on all of Linux's common architectures. See mmap(2).
-NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
-_MAP_FIXED = 0x10
-
-
-def make_private(buffer: mmap.mmap, fd: int) -> None:
-    """Turns the shared map of the whole file that `fd` has open into a private one, at the same address, in one step.
-
-    Whoever reads through it notices nothing; writes are its own from now on. See mmap(2), MAP_FIXED. Raises HandoffError.
-    """
-    import ctypes  # only where an engine publishes
-
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.mmap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
-    where = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
-    found = libc.mmap(
-        where, len(buffer), mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | NORESERVE | _MAP_FIXED, fd, 0
-    )
-    if found != where:
-        raise HandoffError(f"a map cannot be made private: {os.strerror(ctypes.get_errno())}")
 
 
 def rename(source: Path, target: Path) -> None:

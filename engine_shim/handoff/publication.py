@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any, Mapping, NamedTuple, Optional, Protocol, Sequence
 
-from engine_shim.handoff import manifest, posix
+from engine_shim.handoff import manifest, maps, posix
 from engine_shim.handoff.catalog import ENGINE, ControlPage
 from engine_shim.handoff.errors import NotFound
 from engine_shim.handoff.manifest import ALIGNMENT, SEGMENT_ALIGNMENT, Manifest, Tensor, align
@@ -61,7 +61,7 @@ class Publication:
         self._rows: list[Tensor] = []
         self._files: list[tuple[int, Path, Path]] = []  # descriptor, temporary name, real name
         self._shared: dict[int, mmap.mmap] = {}  # segment -> a map through which the engine still writes
-        self._private: dict[int, mmap.mmap] = {}
+        self._private: dict[int, maps.Buffer] = {}
         self._reserved: set[int] = set()  # segments that were laid out at once
         self._finished = False
         self._committed = False
@@ -139,7 +139,7 @@ class Publication:
         """Makes the shared maps private, in place: their bytes stay as they are for everybody, and later writes of the
         engine stay its own."""
         for segment, buffer in self._shared.items():
-            posix.make_private(buffer, self._files[segment][0])
+            maps.make_private(buffer, self._files[segment][0])
         self._shared.clear()
 
     def add(self, storage: Storage) -> int:
@@ -160,12 +160,11 @@ class Publication:
         self._sizes[-1] = offset + size
         return self._row(len(self._sizes) - 1, offset, size)
 
-    def view(self, row: int) -> tuple[mmap.mmap, int]:
+    def view(self, row: int) -> tuple[maps.Buffer, int]:
         """A private map of the segment that holds a row, as it is published, and the row's place in it. After `finish`."""
         segment = self._rows[row].segment
         if segment not in self._private:
-            flags, protection = mmap.MAP_PRIVATE | posix.NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE
-            self._private[segment] = mmap.mmap(self._files[segment][0], self._sizes[segment], flags, protection)
+            self._private[segment] = maps.private(self._files[segment][0], self._sizes[segment])
         return self._private[segment], self._rows[row].offset
 
     def finish(self) -> None:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 HOOKS = {
     # module, as it is imported -> function called with it, as "module:function"
     "safetensors": "engine_shim.hooks.safetensors:patch",
+    "vllm.model_executor.model_loader": "engine_shim.hooks.vllm:patch",
 }
 
 PTH_LINE = (

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from engine_shim.handoff import manifest
 from engine_shim.handoff.dtypes import BITS
 from engine_shim.handoff.errors import Damaged, Foreign, NotFound
-from engine_shim.handoff.identity import FileIdentity, Stat
+from engine_shim.handoff.identity import FileIdentity
 from engine_shim.handoff.manifest import ALIGNMENT, Manifest, Shard, Tensor, align, decode, encode
 from sidecar import checkpoint, serve
 from tests.checkpoints import Checkpoint, checkpoints, one_of_each
@@ -268,7 +268,7 @@ def test_whatever_is_accepted_stays_within_its_segment(changes: list[tuple[tuple
     except Damaged:
         return
     for row in found.tensors:
-        assert 0 <= row.offset and row.offset + row.nbytes <= found.segments[row.segment]
+        assert row.offset >= 0 and row.offset + row.nbytes <= found.segments[row.segment]
         elements = 1
         for extent in row.shape:
             elements *= extent

@@ -74,7 +74,9 @@ def test_a_pool_is_called_by_what_can_be_in_a_file_name(text: str) -> None:
     assert len(PoolPaths(text).segment(10**9, 10**9).name) < 255
 
 
-@pytest.mark.parametrize("name", ["", ".", "a.b", "a/b", "../a", "a b", "-a", "_a", "a\n", "a\0", "ä", "a" * 65, "\u0661"])
+@pytest.mark.parametrize(
+    "name", ["", ".", "a.b", "a/b", "../a", "a b", "-a", "_a", "a\n", "a\0", "ä", "a" * 65, "\u0661"]
+)
 def test_odd_pool_names_are_refused(name: str) -> None:
     with pytest.raises(NameRefused, match="letters, digits"):
         PoolPaths(name)

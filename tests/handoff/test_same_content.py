@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import struct
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -36,7 +37,7 @@ sizes_of_tensors = st.lists(
 def test_every_tensor_is_looked_at_in_its_middle(sizes: list[int]) -> None:
     seen: dict[int, list[tuple[int, int]]] = {}
     for index, offset, length in sample_plan(sizes):
-        assert 0 <= offset and 0 < length <= BLOCK and offset + length <= sizes[index]
+        assert offset >= 0 and 0 < length <= BLOCK and offset + length <= sizes[index]
         seen.setdefault(index, []).append((offset, length))
     assert set(seen) == {index for index, size in enumerate(sizes) if size}
     for index, places in seen.items():
@@ -59,7 +60,7 @@ def test_of_very_many_tensors_it_takes_some_everywhere(count: int) -> None:
     looked = [index for index, _, _ in plan]
     assert len(looked) == BUDGET
     assert all(index % 2 == 0 for index in looked)
-    gaps = [right - left for left, right in zip(looked, looked[1:], strict=False)]
+    gaps = [right - left for left, right in pairwise(looked)]
     assert max(gaps) - min(gaps) <= 2
     assert looked[0] == 0 and looked[-1] >= 2 * count - max(gaps) - 2
 
@@ -69,7 +70,7 @@ def test_a_large_tensor_has_more_than_one_look() -> None:
     plan = sample_plan([small, large])
     places = [offset for index, offset, _ in plan if index == 1]
     assert len(places) > SPREAD // 2
-    gaps = [right - left for left, right in zip(places, places[1:], strict=False)]
+    gaps = [right - left for left, right in pairwise(places)]
     assert max(gaps) - min(gaps) <= 1 and places[0] < max(gaps) and places[-1] > large - max(gaps) - BLOCK
 
 

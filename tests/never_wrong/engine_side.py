@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
+import time
 from collections.abc import Mapping
-from typing import Any, Optional
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import safetensors
 import safetensors.torch
@@ -24,14 +27,19 @@ def fingerprints(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     return found
 
 
+def names(file: Any) -> list[str]:
+    found: list[str] = file.keys()
+    return found
+
+
 def by_safe_open(path: str) -> dict[str, torch.Tensor]:
     with safetensors.safe_open(path, "pt") as file:
-        return {name: file.get_tensor(name) for name in file.keys()}
+        return {name: file.get_tensor(name) for name in names(file)}
 
 
 def by_slices(path: str) -> dict[str, torch.Tensor]:
     with safetensors.safe_open(path, "pt") as file:
-        return {name: file.get_slice(name)[...] for name in file.keys()}
+        return {name: file.get_slice(name)[...] for name in names(file)}
 
 
 def by_load_file(path: str) -> dict[str, torch.Tensor]:
@@ -40,7 +48,7 @@ def by_load_file(path: str) -> dict[str, torch.Tensor]:
 
 def by_load_model(path: str) -> dict[str, torch.Tensor]:
     with safetensors.safe_open(path, "pt") as file:
-        module = Plain({name: torch.empty_like(file.get_tensor(name)) for name in file.keys()})
+        module = Plain({name: torch.empty_like(file.get_tensor(name)) for name in names(file)})
     assert safetensors.torch.load_model(module, path) == (set(), [])
     return module.state_dict()
 
@@ -93,7 +101,7 @@ def scribble(name: str) -> dict[str, str]:
 def segments() -> dict[str, int]:
     """The segments that this process has mapped, and how many bytes of them it has made its own."""
     found: dict[str, int] = {}
-    current: Optional[str] = None
+    current: str | None = None
     with open("/proc/self/smaps") as lines:
         for line in lines:
             words = line.split()
@@ -102,7 +110,7 @@ def segments() -> dict[str, int]:
                 current = os.path.basename(place) if "/ballast-" in place else None
                 if current is not None:
                     found.setdefault(current, 0)
-            elif current is not None and words[0] in ("Private_Dirty:", "Anonymous:"):
+            elif current is not None and words[0] == "Anonymous:":  # copied on writing
                 found[current] = max(found[current], 1024 * int(words[1]))
     return found
 
@@ -129,3 +137,20 @@ def attempt(way: str, what: str) -> Any:
     except Exception as error:
         return type(error).__name__, str(error)
     return None
+
+
+def load_in_threads(paths: list[str]) -> list[dict[str, str]]:
+    with ThreadPoolExecutor(8) as executor:
+        return list(executor.map(lambda path: fingerprints(by_safe_open(path)), paths))
+
+
+def open_for(seconds: float, model: str) -> tuple[int, list[dict[str, str]]]:
+    """Opens a model again and again, reading all of it; says how often, and everything that it got."""
+    deadline = time.monotonic() + seconds
+    count, seen = 0, {}
+    while time.monotonic() < deadline:
+        with engine_shim.open(model) as opened:
+            found = fingerprints(opened.tensors)
+        seen[json.dumps(found, sort_keys=True)] = found
+        count += 1
+    return count, list(seen.values())

@@ -38,11 +38,12 @@ KEPT: dict[str, Any] = {}
 
 def _nursery(fd: int) -> None:
     """Serves until the other end is closed: for every pair of descriptors that comes, a child."""
+    import safetensors.torch
+    import torch
+
     import engine_shim.api
     import engine_shim.ladder
-    import safetensors.torch
     import sidecar.serve
-    import torch
 
     assert engine_shim and safetensors and sidecar
     torch.set_num_threads(1)

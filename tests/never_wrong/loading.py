@@ -27,7 +27,15 @@ class Loading:
         """As at the start of a sidecar that serves `path`; says whether the pool held it already."""
         model = self._sidecar.models[name] = serve.Model(Path(path), name)
         self._sidecar._adopt()
+        if model.generation is not None:
+            self._drop_unfinished()
         return model.generation is not None
+
+    def _drop_unfinished(self) -> None:
+        """As the sidecar does once it has announced everything that it will load."""
+        for number in self.pool.unfinished:
+            self.pool.drop(number)
+        self.pool.unfinished.clear()
 
     def load(self, path: Path, name: str = "m") -> Generation:
         """Loads a checkpoint, as a new generation unless it is the one that is there. Returns the generation."""
@@ -35,6 +43,7 @@ class Loading:
         assert self._sidecar._open(model) and model.found is not None, model.reason
         self._sidecar._enqueue(model, model.found)
         assert model.plan is not None and self._sidecar._queue.get_nowait() is model
+        self._drop_unfinished()
         self._sidecar._load(model, model.plan, self._executor)
         assert model.generation is not None, model.reason
         generation = self.pool.catalog.get(model.generation)

@@ -41,3 +41,11 @@ def listening() -> Iterator[Lines]:
         ladder.log.handlers[:] = before[0]
         ladder.log.setLevel(before[1])
         ladder.log.propagate = before[2]
+
+
+def forget_pools() -> None:
+    """This process looks at every pool anew."""
+    for view in ladder._pools.values():
+        if view._control is not None:
+            view._control.close()
+    ladder._pools.clear()

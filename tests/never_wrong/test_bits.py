@@ -232,7 +232,7 @@ def test_a_pipeline_of_folders(filled: Loading, folder: Path) -> None:
     for name, written in files.items():
         (folder / name).parent.mkdir(exist_ok=True)
         written.write(folder / name)
-    index = {"w": "diffusion_pytorch_model-00001-of-00002.safetensors", "b": "diffusion_pytorch_model-00002-of-00002.safetensors"}
+    index = {name: f"diffusion_pytorch_model-0000{n}-of-00002.safetensors" for name, n in (("w", 1), ("b", 2))}
     (folder / "unet" / "diffusion_pytorch_model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
     filled.load(folder)
     model = engine_shim.open("m", checkpoint=folder)
@@ -287,7 +287,9 @@ def test_larger_than_one_block(filled: Loading, folder: Path) -> None:
     model = engine_shim.open("m")
     for name, (_, shape, data) in written.tensors.items():
         if name != "last":
-            assert torch.equal(model.tensors[name], torch.frombuffer(bytearray(data), dtype=torch.uint8).view(shape)), name
+            assert torch.equal(model.tensors[name], torch.frombuffer(bytearray(data), dtype=torch.uint8).view(shape)), (
+                name
+            )
     [ready] = filled.pool.ready("m")
     assert ready.total == sum(len(data) for _, _, data in written.tensors.values())
 
@@ -330,14 +332,16 @@ def trees(draw: st.DrawFn) -> tuple[Checkpoint, frozenset[str]]:
     return Checkpoint(tensors), frozenset(draw(st.sets(st.sampled_from(names))))
 
 
-checkpoint_entries = st.tuples(st.sampled_from(EQUAL_DTYPES), st.lists(st.integers(0, 5), max_size=3), st.integers(0, 99)).map(
-    lambda parts: entry(parts[0], parts[1], parts[2])
-)
+checkpoint_entries = st.tuples(
+    st.sampled_from(EQUAL_DTYPES), st.lists(st.integers(0, 5), max_size=3), st.integers(0, 99)
+).map(lambda parts: entry(parts[0], parts[1], parts[2]))
 
 
 @given(batch=st.lists(trees(), min_size=1, max_size=4), where=st.sampled_from(["cpu", "meta"]))
 @drawn
-def test_any_module(filled: Loading, tmp_path: Path, batch: list[tuple[Checkpoint, frozenset[str]]], where: str) -> None:
+def test_any_module(
+    filled: Loading, tmp_path: Path, batch: list[tuple[Checkpoint, frozenset[str]]], where: str
+) -> None:
     folder = tmp_path / "any"
     folder.mkdir()
     try:

@@ -23,7 +23,8 @@ ORIGINAL: Any = safetensors.safe_open
 OURS: Any = stand_in(safetensors.safe_open)
 
 TENSORS = {
-    "tiny": entry("BF16", (3,), 1), "twin": entry("BF16", (3,), 6), "page": entry("F32", (1024,), 2), "large": entry("F32", (300, 300), 3),
+    "tiny": entry("BF16", (3,), 1), "twin": entry("BF16", (3,), 6), "page": entry("F32", (1024,), 2),
+    "large": entry("F32", (300, 300), 3),
     "larger": entry("U8", (1_000_003,), 4), "scalar": entry("F64", (), 5), "none": entry("F32", (0,)),
 }  # fmt: skip
 
@@ -268,7 +269,11 @@ def test_a_file_that_is_only_touched_is_loaded_once(filled: Loading, base: Path,
     first = filled.load(base.parent)
     inode = os.stat(filled.paths.segment(first.number, 0)).st_ino
     model = engine_shim.open("m")
-    for touch in (lambda: os.utime(base), lambda: os.chmod(base, 0o600), lambda: shutil.copy(base, base.with_name("n"))):
+    for touch in (
+        lambda: os.utime(base),
+        lambda: os.chmod(base, 0o600),
+        lambda: shutil.copy(base, base.with_name("n")),
+    ):
         touch()
         if (base.with_name("n")).exists():
             os.rename(base.with_name("n"), base)  # another inode with the same content

@@ -20,7 +20,6 @@ import pytest
 import safetensors
 
 import engine_shim
-from engine_shim import ladder
 from engine_shim.handoff import catalog, manifest, posix
 from engine_shim.handoff.errors import Damaged, Foreign, HandoffError, NotFound, NotReady
 from engine_shim.safe_open import stand_in
@@ -29,7 +28,7 @@ from tests.never_wrong import engine_side
 from tests.never_wrong.bits import everything
 from tests.never_wrong.forked import Engine
 from tests.never_wrong.loading import Loading, loading
-from tests.never_wrong.logs import Lines
+from tests.never_wrong.logs import Lines, forget_pools
 
 ORIGINAL: Any = safetensors.safe_open
 OURS: Any = stand_in(safetensors.safe_open)
@@ -297,7 +296,7 @@ def test_the_next_sidecar_comes_through_damage(
         assert damage.words in str(error)
     finally:
         clear(pool)
-        ladder._pools.clear()
+        forget_pools()
         for name in paths.objects():
             (paths.dir / name.file).unlink()
         from engine_shim.handoff import semaphores

@@ -1,0 +1,149 @@
+"""A publication under construction: whole or not there, living or swept, and never larger than what there is room for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine_shim.handoff import manifest, publication
+from engine_shim.handoff.catalog import ControlPage
+from engine_shim.handoff.errors import NameRefused, NoRoom, NotFound
+from engine_shim.handoff.manifest import ALIGNMENT, SEGMENT_ALIGNMENT
+from engine_shim.handoff.names import PoolPaths
+from engine_shim.handoff.publication import Publication, alive
+from engine_shim.handoff.room import Room
+from engine_shim.modules import TensorStorage
+
+
+@pytest.fixture
+def paths(pool_paths: PoolPaths) -> Iterator[PoolPaths]:
+    """A pool with a control page."""
+    page = ControlPage.create_or_open(pool_paths)
+    yield pool_paths
+    page.close()
+    for name in pool_paths.objects():
+        (pool_paths.dir / name.file).unlink()
+
+
+def storage(size: int, seed: int = 0) -> TensorStorage:
+    generator = torch.Generator().manual_seed(seed)
+    return TensorStorage(torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator).untyped_storage())
+
+
+def data(given: TensorStorage) -> bytes:
+    return b"".join(bytes(piece) for piece in given.pieces())
+
+
+def files(paths: PoolPaths) -> list[str]:
+    return sorted(name.file for name in paths.objects() if name.kind == "publication")
+
+
+def test_what_was_added_is_there_once_committed(paths: PoolPaths) -> None:
+    given = [storage(size, size) for size in (5000, 0, 1, 300_000, 17)]
+    with Publication(paths, "org/m") as publishing:
+        rows = [publishing.add(item) for item in given]
+        assert rows == list(range(5))
+        assert all(name.endswith(".tmp") for name in files(paths))
+        publishing.commit({"slots": [[1]]}, {"torch": "x"}, "k")
+        whole = files(paths)
+        assert whole == [
+            paths.publication(publishing.identifier).name,
+            *(f"{whole[0]}.w{i}" for i in range(len(whole) - 1)),
+        ]
+    assert files(paths) == whole
+    contents = manifest.decode((paths.dir / whole[0]).read_bytes(), paths.dir / whole[0])
+    assert (contents.model, contents.kind, contents.complete) == ("org/m", "engine", False)
+    assert contents.engine == {"torch": "x", "key": "k"} and contents.state == {"slots": [[1]]}
+    for row, item in zip(contents.tensors, given, strict=True):
+        segment = paths.publication_segment(publishing.identifier, row.segment)
+        assert row.offset % ALIGNMENT == 0
+        assert segment.read_bytes()[row.offset : row.offset + row.nbytes] == data(item)
+        assert segment.stat().st_size == contents.segments[row.segment]
+        assert segment.stat().st_size % SEGMENT_ALIGNMENT == 0
+        assert segment.stat().st_mode & 0o777 == 0o400
+        assert segment.stat().st_blocks * 512 >= segment.stat().st_size  # every page is there: no SIGBUS later
+
+
+def test_segments_are_closed_when_they_are_large(paths: PoolPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(publication, "SEGMENT_BYTES", 10_000)
+    with Publication(paths, "m") as publishing:
+        for size in (4000, 4000, 4000, 50_000, 10, 10):
+            publishing.add(storage(size))
+        publishing.commit({}, {}, "k")
+    contents = manifest.decode(paths.publication(publishing.identifier).read_bytes(), Path("x"))
+    assert [row.segment for row in contents.tensors] == [0, 0, 1, 2, 3, 3]
+
+
+def test_room_that_is_reserved(paths: PoolPaths) -> None:
+    """Written through a map by the engine itself; after `seal` what it writes is its own."""
+    with Publication(paths, "m") as publishing:
+        places = publishing.reserve([5000, 100_000])
+        for place in places:
+            place.buffer[place.offset : place.offset + 5000] = bytes([place.row + 1]) * 5000
+        publishing.seal()
+        for place in places:
+            assert place.buffer[place.offset] == place.row + 1
+            place.buffer[place.offset : place.offset + 5000] = b"\xff" * 5000
+        publishing.commit({}, {}, "k")
+    contents = manifest.decode(paths.publication(publishing.identifier).read_bytes(), Path("x"))
+    for row, place in zip(contents.tensors, places, strict=True):
+        bytes_there = paths.publication_segment(publishing.identifier, row.segment).read_bytes()
+        assert bytes_there[row.offset : row.offset + 5000] == bytes([place.row + 1]) * 5000
+
+
+@pytest.mark.parametrize("when", ["empty", "added", "finished", "no pool", "error"])
+def test_what_is_not_committed_is_gone(paths: PoolPaths, when: str) -> None:
+    with pytest.raises((RuntimeError, NotFound)), Publication(paths, "m") as publishing:
+        if when != "empty":
+            publishing.add(storage(5000))
+            publishing.reserve([100])
+        if when == "finished":
+            publishing.finish()
+        if when == "no pool":
+            paths.control.rename(paths.control.with_name("ballast-away"))
+            try:
+                publishing.commit({}, {}, "k")
+            finally:
+                paths.control.with_name("ballast-away").rename(paths.control)
+        raise RuntimeError
+    assert not files(paths)
+
+
+def test_no_room(paths: PoolPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is written before it is known to fit."""
+    monkeypatch.setattr(publication, "room", lambda _: Room(paths.dir, 4000, None, None))
+    with Publication(paths, "m") as publishing:
+        publishing.add(storage(3000))
+        with pytest.raises(NoRoom, match=r"publishing 'm' needs 4\.88 KiB"):
+            publishing.add(storage(5000))
+        before = files(paths)
+        with pytest.raises(NoRoom):
+            publishing.reserve([3000, 3000])
+        assert files(paths) == before
+    assert not files(paths)
+
+
+def test_odd_names(paths: PoolPaths) -> None:
+    with pytest.raises(NameRefused):
+        Publication(paths, "../m")
+
+
+def test_whether_its_publisher_lives(paths: PoolPaths) -> None:
+    with Publication(paths, "m") as publishing:
+        publishing.add(storage(10))
+        [name] = files(paths)
+        assert alive(paths.dir / name) is True
+        publishing.commit({}, {}, "k")
+        assert all(alive(paths.dir / name) for name in files(paths))
+    assert [alive(paths.dir / name) for name in files(paths)] == [False, False]
+    assert alive(paths.dir / "absent") is None
+
+
+def test_a_state_that_is_no_json(paths: PoolPaths) -> None:
+    with pytest.raises(TypeError), Publication(paths, "m") as publishing:
+        publishing.add(storage(10))
+        publishing.commit({"slots": object()}, {}, "k")
+    assert not files(paths)
