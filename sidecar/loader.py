@@ -162,7 +162,7 @@ def _buffer(buffers: threading.local) -> memoryview:
     """This thread's buffer: page-aligned, and with room for what a direct read has to take along at either end."""
     found: memoryview | None = getattr(buffers, "view", None)
     if found is None:
-        found = buffers.view = memoryview(mmap.mmap(-1, digest.BLOCK + 2 * posix.PAGE))
+        found = buffers.view = memoryview(mmap.mmap(-1, digest.BLOCK + 2 * posix.PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
     return found
 
 

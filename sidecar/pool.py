@@ -206,7 +206,8 @@ class PoolWriter:
                 )
             )
             same = [g for g in self.ready(generation.model, generation.kind) if g.key == generation.key]
-            for old in same[KEPT:]:
+            # Of an engine's state the key says the content: two with one key are one too many.
+            for old in same[1 if generation.kind == catalog.ENGINE else KEPT :]:
                 self.retire(old.number)
 
     def amend(self, contents: Manifest) -> None:

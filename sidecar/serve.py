@@ -328,6 +328,7 @@ class Sidecar:
                     finally:
                         item.tried_at = time.monotonic()
                         item.plan = None
+                        self._buffers = threading.local()  # the threads stay, their buffers need not
 
     def _load(self, model: Model, planned: Plan, executor: ThreadPoolExecutor) -> None:
         """Makes the announced generation ready, or failed. Raises Cancelled."""

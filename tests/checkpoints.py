@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import math
 import struct
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Mapping, Optional, Sequence, Union
 
 from hypothesis import strategies as st
 
@@ -19,10 +19,10 @@ Entry = tuple[str, Sequence[int], bytes]  # dtype, shape, data
 
 
 def write(
-    path: Union[str, Path],
+    path: str | Path,
     tensors: Mapping[str, Entry],
-    metadata: Optional[Mapping[str, str]] = None,
-    order: Optional[Sequence[str]] = None,
+    metadata: Mapping[str, str] | None = None,
+    order: Sequence[str] | None = None,
     header_padding: int = 0,
 ) -> None:
     """Write a safetensors file.
@@ -50,11 +50,11 @@ class Checkpoint:
     """The content of one file, and how it is to be written."""
 
     tensors: dict[str, Entry]
-    metadata: Optional[dict[str, str]] = None
-    order: Optional[list[str]] = None
+    metadata: dict[str, str] | None = None
+    order: list[str] | None = None
     header_padding: int = 0
 
-    def write(self, path: Union[str, Path]) -> None:
+    def write(self, path: str | Path) -> None:
         write(path, self.tensors, self.metadata, self.order, self.header_padding)
 
 

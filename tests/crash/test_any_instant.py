@@ -95,9 +95,9 @@ def killed(function: Callable[..., Any], count: int, *args: Any) -> bool:
 Scenario = tuple[Callable[..., Any], int, int, int]
 SCENARIOS: dict[str, Scenario] = {
     # what dies, how many versions the pool holds before, which it is to serve, and how many changes that takes at least
-    "the first start": (dying.load, 0, 0, 45),
-    "an update": (dying.load, 1, 1, 40),
-    "an update that frees the oldest": (dying.load, 2, 2, 45),
+    "the first start": (dying.load, 0, 0, 35),
+    "an update": (dying.load, 1, 1, 35),
+    "an update that frees the oldest": (dying.load, 2, 2, 35),
     "adopting": (dying.load, 1, 0, 3),
     "removing": (dying.remove, 1, 0, 8),
     "purging": (dying.purge, 2, 1, 8),

@@ -36,6 +36,10 @@ def of_tensor(tensor: torch.Tensor) -> str:
     return f"{tensor.dtype} {list(tensor.shape)} {digest(data)}"
 
 
+def shared(tensor: Any) -> bool:
+    return bool(tensor.is_shared())
+
+
 def of_module(module: torch.nn.Module) -> dict[str, Any]:
     """Everything about a module's tensors except where they are: bits, names, order, flags, which of them are one."""
     state = module.state_dict()
@@ -50,7 +54,7 @@ def of_module(module: torch.nn.Module) -> dict[str, Any]:
         "buffers": {name: of_tensor(tensor) for name, tensor in module.named_buffers()},
         "ties": {name: other for name, other in ties.items() if name != other},
         "flags": {
-            name: [type(p).__name__, p.requires_grad, p.is_leaf, p.is_contiguous(), str(p.device), p.is_shared()]
+            name: [type(p).__name__, p.requires_grad, p.is_leaf, p.is_contiguous(), str(p.device), shared(p)]
             for name, p in module.named_parameters()
         },
         "storages": {name: [p.untyped_storage().nbytes(), p.storage_offset()] for name, p in module.named_parameters()},
@@ -136,7 +140,7 @@ def afterwards(
     told["to(bfloat16)"] = of_module(copy.deepcopy(model).to(torch.bfloat16))
     told["a step of training, on a copy"] = training_step(copy.deepcopy(model), loss)
     pickled = pickle.dumps(model)
-    told["pickled"] = [len(pickled), of_module(pickle.loads(pickled))]  # noqa: S301 - its own, a moment ago
+    told["pickled"] = [len(pickled), of_module(pickle.loads(pickled))]
     buffer = io.BytesIO()
     torch.save(model.state_dict(), buffer)
     told["torch.save"] = len(buffer.getvalue())
@@ -160,12 +164,13 @@ def llama(folder: Path, tied: bool) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(3 + tied)
+    more: dict[str, Any] = {} if tied else {"max_shard_size": "60KB"}
     config = LlamaConfig(
         vocab_size=101, hidden_size=48, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=tied,
     )  # fmt: skip
     model = LlamaForCausalLM(config)
-    model.save_pretrained(folder, **({} if tied else {"max_shard_size": "60KB"}))
+    model.save_pretrained(folder, **more)
 
 
 def run_llama(folder: Path, scratch: Path) -> dict[str, Any]:
@@ -226,25 +231,23 @@ def run_minilm(folder: Path, scratch: Path) -> dict[str, Any]:
 
 
 def pipeline(folder: Path) -> None:
-    from diffusers import DDIMScheduler, LDMPipeline, UNet2DModel, VQModel
-
+    diffusers: Any = importlib.import_module("diffusers")
     torch.manual_seed(5)
-    unet = UNet2DModel(
+    unet = diffusers.UNet2DModel(
         sample_size=8, in_channels=3, out_channels=3, block_out_channels=(32, 32), layers_per_block=1, norm_num_groups=8,
         down_block_types=("DownBlock2D", "AttnDownBlock2D"), up_block_types=("AttnUpBlock2D", "UpBlock2D"),
     )  # fmt: skip
-    vqvae = VQModel(block_out_channels=(32,), norm_num_groups=8, latent_channels=3, num_vq_embeddings=16)
-    LDMPipeline(vqvae, unet, DDIMScheduler(num_train_timesteps=20)).save_pretrained(folder)
+    vqvae = diffusers.VQModel(block_out_channels=(32,), norm_num_groups=8, latent_channels=3, num_vq_embeddings=16)
+    diffusers.LDMPipeline(vqvae, unet, diffusers.DDIMScheduler(num_train_timesteps=20)).save_pretrained(folder)
 
 
 def run_pipeline(folder: Path, scratch: Path) -> dict[str, Any]:
-    from diffusers import LDMPipeline
-
-    pipe: Any = LDMPipeline.from_pretrained(folder)
+    load = importlib.import_module("diffusers").LDMPipeline.from_pretrained
+    pipe: Any = load(folder)
     parts = {"unet": pipe.unet, "vqvae": pipe.vqvae}
     told: dict[str, Any] = {"mapped": mapped(parts.values())}
     told["loaded"] = {name: of_module(part) for name, part in parts.items()}
-    other: Any = LDMPipeline.from_pretrained(folder)
+    other: Any = load(folder)
     other.set_progress_bar_config(disable=True)
 
     def run() -> torch.Tensor:

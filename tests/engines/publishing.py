@@ -31,8 +31,8 @@ def build(tied: bool, device: str) -> Any:
         num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=tied,
     )  # fmt: skip
     with torch.device(device):
-        model: Any = LlamaForCausalLM(config).to(torch.bfloat16).eval()
-    return model
+        model: Any = LlamaForCausalLM(config)
+    return model.to(torch.bfloat16).eval()
 
 
 def look(model: Any) -> dict[str, Any]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import resource
 import time
 from pathlib import Path
 
-from engine_shim.handoff import attachment, posix
+from engine_shim.handoff import attachment, maps, posix
 from engine_shim.handoff.attachment import Token
 from engine_shim.handoff.catalog import READY, Catalog, ControlPage, Generation
+from engine_shim.handoff.errors import HandoffError
 from engine_shim.handoff.names import PoolPaths
 from engine_shim.handoff.semaphores import Bell, Guard
 from tests.never_wrong.forked import KEPT
@@ -122,3 +124,18 @@ def release() -> None:
 
 def fields(record: attachment.Record) -> dict[str, object]:
     return dataclasses.asdict(record)
+
+
+def limited_map(path: str, size: int) -> str:
+    """Maps a file where there is no address space left for it; says how that ends."""
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * posix.PAGE
+    fd = os.open(path, os.O_RDONLY)
+    resource.setrlimit(resource.RLIMIT_AS, (used + size // 2, resource.RLIM_INFINITY))
+    try:
+        maps.private(fd, size)
+    except HandoffError as error:
+        return str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        os.close(fd)
+    return "mapped"

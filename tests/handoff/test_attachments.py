@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,8 +13,9 @@ from typing import Any
 
 import pytest
 
-from engine_shim.handoff import attachment, posix
+from engine_shim.handoff import posix
 from engine_shim.handoff.attachment import Record, Token, alive, sweep
+from engine_shim.handoff.errors import NoRoom
 from engine_shim.handoff.names import PoolPaths, new_id, temporary
 from tests.handoff import hammer
 from tests.never_wrong.forked import Engine, engines
@@ -141,7 +143,7 @@ def test_a_record_under_construction_counts(paths: PoolPaths) -> None:
     "change",
     [
         {"generation": "1"}, {"generation": 1.0}, {"generation": True}, {"generation": None}, {"model": 1}, {"model": None},
-        {"engine": []}, {"rank": "0"}, {"pid": 1.5}, {"since": "x"}, {"since": None}, {"command": 3}, {"unknown": 1},
+        {"engine": []}, {"rank": "0"}, {"pid": 1.5}, {"since": "x"}, {"since": None}, {"command": 3},
         {"residency": {}}, {"identifier": 1}, {"host": False},
     ],
 )  # fmt: skip
@@ -158,6 +160,15 @@ def test_a_record_that_makes_no_sense_counts_as_held(paths: PoolPaths, change: d
     assert [record.generation for record in alive(paths)] == [-1]
     os.close(fd)
     assert not list(alive(paths)) and sweep(paths) == 1
+
+
+def test_a_record_of_a_later_version(paths: PoolPaths) -> None:
+    path = paths.attachment(new_id())
+    fd = posix.create(path)
+    posix.write_exactly(fd, json.dumps(hammer.fields(Record(5, "m")) | {"unknown": [1]}).encode(), 0, path)
+    posix.try_lock_byte(fd, 0)
+    assert [record.generation for record in alive(paths)] == [5]
+    os.close(fd)
 
 
 @pytest.mark.parametrize("data", [b"", b"{", b"null", b"[1]", b"\xff\xfe", b"[" * 60_000, b"x" * 200_000])
@@ -204,16 +215,16 @@ def test_another_users_record(paths: PoolPaths) -> None:
 
 def test_no_room_for_a_record_leaves_nothing(paths: PoolPaths, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any) -> None:
-        raise posix.NoRoom("full")
+        raise NoRoom("full")
 
     monkeypatch.setattr(posix, "write_exactly", full)
-    with pytest.raises(posix.NoRoom):
+    with pytest.raises(NoRoom):
         Token.take(paths, 1, "m")
     assert not records(paths)
 
 
 def test_the_command_line_is_cut(paths: PoolPaths, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attachment.sys, "argv", ["x" * 100_000])
+    monkeypatch.setattr(sys, "argv", ["x" * 100_000])
     token = Token.take(paths, 1, "m")
     [record] = alive(paths)
     assert len(record.command) == 200

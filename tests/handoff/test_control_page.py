@@ -391,12 +391,18 @@ def test_a_catalog_that_makes_no_sense(change: dict[str, Any]) -> None:
         {"kind": "other"}, {"kind": None}, {"kind": []}, {"state": "READY"}, {"state": ""}, {"state": {}},
         {"total": -1}, {"total": 1 << 62}, {"total": 1.5}, {"total": None}, {"done": -1}, {"done": "5"},
         {"shards": "xyz"}, {"shards": "-1"}, {"shards": "f" * (1 << 17)}, {"shards": 3}, {"shards": " f"}, {"shards": "f\n"},
-        {"reason": 1}, {"reason": None}, {"key": []}, {"since": "now"}, {"since": True}, {"since": None}, {"unknown": 1},
+        {"reason": 1}, {"reason": None}, {"key": []}, {"since": "now"}, {"since": True}, {"since": None},
     ],
 )  # fmt: skip
 def test_a_line_that_makes_no_sense(change: dict[str, Any]) -> None:
     with pytest.raises(Damaged, match="does not make sense"):
         decode(json.dumps({"boot": BOOT, "next": 2, "generations": [ROW | change]}).encode(), 1)
+
+
+def test_fields_of_a_later_version_are_ignored() -> None:
+    sound = {"boot": BOOT, "next": 2, "generations": [ROW]}
+    later = {**sound, "more": 1, "generations": [ROW | {"device": "cuda"}]}
+    assert decode(json.dumps(later).encode(), 1) == decode(json.dumps(sound).encode(), 1)
 
 
 @pytest.mark.parametrize("payload", [b"", b"null", b"[]", b'"x"', b"{", b"\xff", b"[" * 100_000, b"1" * 10_000])

@@ -14,9 +14,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine_shim.handoff import manifest
+from engine_shim.handoff import manifest, posix
 from engine_shim.handoff.dtypes import BITS
-from engine_shim.handoff.errors import Damaged, Foreign, NotFound
+from engine_shim.handoff.errors import Damaged, Foreign, NoRoom, NotFound
 from engine_shim.handoff.identity import FileIdentity
 from engine_shim.handoff.manifest import ALIGNMENT, Manifest, Shard, Tensor, align, decode, encode
 from sidecar import checkpoint, serve
@@ -328,10 +328,10 @@ def test_an_endless_manifest_is_not_read(pool_paths: Any) -> None:
 
 def test_no_room_leaves_nothing(pool_paths: Any, sound: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any) -> None:
-        raise manifest.posix.NoRoom("full")
+        raise NoRoom("full")
 
-    monkeypatch.setattr(manifest.posix, "write_exactly", full)
-    with pytest.raises(manifest.posix.NoRoom):
+    monkeypatch.setattr(posix, "write_exactly", full)
+    with pytest.raises(NoRoom):
         manifest.write(decode(sound, PATH), pool_paths.manifest(1))
     assert not pool_paths.objects()
 

@@ -6,7 +6,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
@@ -133,7 +133,7 @@ def unknown_model(pool: str, folder: Path) -> Iterator[dict[str, str]]:
         sidecar.interrupt()
 
 
-Wrong = Callable[[str, Path], "contextmanager[dict[str, str]]"]
+Wrong = Callable[[str, Path], AbstractContextManager[dict[str, str]]]
 CASES = [
     (no_pool, "start the sidecar with 'ballast serve'"),
     (no_directory, "check BALLAST_DIR"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import builtins
 import errno
-import mmap
 import os
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import safetensors.torch
 import torch
 
 from engine_shim import ladder, mapping, safe_open
-from engine_shim.handoff import attachment, catalog, identity, manifest, names, posix, semaphores
+from engine_shim.handoff import attachment, catalog, identity, manifest, maps, names, posix
 from engine_shim.handoff.errors import Busy, HandoffError, NoRoom
 from engine_shim.safe_open import stand_in
 from tests.checkpoints import Checkpoint, entry
@@ -35,7 +34,7 @@ STEPS: list[tuple[Any, str]] = [
     (posix, "write_exactly"), (posix, "try_lock_byte"), (posix, "same_file"), (catalog, "decode"), (catalog, "_digest"),
     (catalog.ControlPage, "read"), (manifest, "read"), (manifest, "decode"), (manifest, "_parse_tensors"),
     (attachment.Token, "take"), (identity.File, "__init__"), (identity.File, "check"), (mapping, "map_segment"),
-    (mapping.Segments, "__getitem__"), (mapping.Shard, "__init__"), (mmap, "mmap"),
+    (mapping.Segments, "__getitem__"), (mapping.Shard, "__init__"), (maps, "private"),
 ]  # fmt: skip
 ERRORS = [
     RuntimeError("a fault"), KeyError("a fault"), MemoryError(), RecursionError("a fault"), OSError(errno.ENOMEM, "no memory"),
@@ -159,7 +158,6 @@ def test_a_failure_leaves_no_hold_and_no_descriptor(path: Path, lines: Lines, mo
             OURS(path, "pt")
         gc.collect()
         assert len(os.listdir("/proc/self/fd")) <= before, (owner, name)
-    paths = ladder.PoolPaths.from_environment()
+    paths = names.PoolPaths.from_environment()
     assert not list(attachment.alive(paths))
     assert not [name for name in paths.objects() if name.kind == "attachment"]
-    assert semaphores is not None

@@ -233,7 +233,7 @@ def test_how_long_it_waits(pool_name: str, folder: Path, monkeypatch: pytest.Mon
 
 def test_progress_is_told_now_and_then(monkeypatch: pytest.MonkeyPatch, lines: Lines) -> None:
     now = [100.0]
-    monkeypatch.setattr(ladder.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
     progress = ladder.Progress()
     for second in range(12):
         now[0] = 100.0 + second

@@ -49,7 +49,8 @@ def by_load_file(path: str) -> dict[str, torch.Tensor]:
 def by_load_model(path: str) -> dict[str, torch.Tensor]:
     with safetensors.safe_open(path, "pt") as file:
         module = Plain({name: torch.empty_like(file.get_tensor(name)) for name in names(file)})
-    assert safetensors.torch.load_model(module, path) == (set(), [])
+    missing, unexpected = safetensors.torch.load_model(module, path)
+    assert not missing and not unexpected
     return module.state_dict()
 
 

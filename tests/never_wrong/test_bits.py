@@ -443,7 +443,7 @@ def test_what_a_module_holds_besides_stays(filled: Loading, folder: Path) -> Non
     module.bias.requires_grad_(False)
     module.eval()
     engine_shim.attach(module, "m")
-    assert module.weight is weight and weight.weight_loader is loader
+    assert plain.weight is weight and weight.weight_loader is loader
     assert plain.cache.tolist() == [0, 1, 2, 3, 4] and plain.table is table
     assert not module.training and module.weight.requires_grad and not module.bias.requires_grad
 

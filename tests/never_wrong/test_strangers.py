@@ -24,7 +24,9 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can make another user's file")
-@pytest.mark.parametrize("rest", ["g7.w0", "g7.manifest", "a.0123456789abcdef", "in.0123456789abcdef", "g999999999999999999.w0"])
+@pytest.mark.parametrize(
+    "rest", ["g7.w0", "g7.manifest", "a.0123456789abcdef", "in.0123456789abcdef", "g999999999999999999.w0"]
+)
 def test_another_users_object_is_left_alone(pool_name: str, checkpoint: Path, rest: str) -> None:
     """In a directory where anybody may make files, as /dev/shm is."""
     planted = Path(f"/dev/shm/ballast-{pool_name}.{rest}")

@@ -6,7 +6,8 @@ import json
 import mmap
 import os
 import struct
-from typing import Any, Callable, NamedTuple, Optional
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import safetensors
 import torch
@@ -25,7 +26,7 @@ class FileShard:
             header: dict[str, Any] = json.loads(file.read(length))
             size = os.fstat(file.fileno()).st_size
             self._map = mmap.mmap(file.fileno(), size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
-        self.metadata: Optional[dict[str, str]] = header.pop("__metadata__", None)
+        self.metadata: dict[str, str] | None = header.pop("__metadata__", None)
         self.tensors = {}
         for name, row in header.items():
             start, end = row["data_offsets"]
@@ -43,9 +44,9 @@ class Pool:
     def __init__(self) -> None:
         self.asked: list[str] = []
         self.holds = True
-        self.failure: Optional[Exception] = None
+        self.failure: Exception | None = None
 
-    def shard_for(self, path: str) -> Optional[FileShard]:
+    def shard_for(self, path: str) -> FileShard | None:
         self.asked.append(path)
         if self.failure is not None:
             raise self.failure

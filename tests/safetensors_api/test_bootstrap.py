@@ -15,9 +15,10 @@ import sys
 import textwrap
 import threading
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Iterator, Optional
+from typing import Any
 
 import pytest
 
@@ -53,7 +54,7 @@ class Python:
         (start / "sitecustomize.py").write_text(f"import site\nsite.addsitedir({str(site)!r})\n")
         self.path = [str(start), str(folder), str(ROOT)]
 
-    def run(self, code: str, *args: str, **environment: Optional[str]) -> subprocess.CompletedProcess[str]:
+    def run(self, code: str, *args: str, **environment: str | None) -> subprocess.CompletedProcess[str]:
         environ = {key: value for key, value in os.environ.items() if not key.startswith("BALLAST")}
         environ.update(PYTHONPATH=os.pathsep.join(self.path), OMP_NUM_THREADS="1")
         environ.update({key: value for key, value in environment.items() if value is not None})
@@ -63,7 +64,7 @@ class Python:
             [sys.executable, str(script), *args], env=environ, capture_output=True, text=True, timeout=120
         )
 
-    def tell(self, code: str, *args: str, **environment: Optional[str]) -> Any:
+    def tell(self, code: str, *args: str, **environment: str | None) -> Any:
         """What the code assigns to `told`, having said nothing else."""
         done = self.run(textwrap.dedent(code) + "\nimport json; print(json.dumps(told))", *args, **environment)
         assert (done.returncode, done.stderr) == (0, ""), done.stderr
@@ -411,7 +412,7 @@ class Unyielding(importlib.abc.Loader):
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(name)
 
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> Optional[ModuleType]:
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
         return None
 
     def exec_module(self, module: ModuleType) -> None:
@@ -422,7 +423,7 @@ class AsClass:
     """Like the built-in importer: the class itself is the loader."""
 
     @staticmethod
-    def create_module(spec: importlib.machinery.ModuleSpec) -> Optional[ModuleType]:
+    def create_module(spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
         return None
 
     @staticmethod

@@ -8,10 +8,11 @@ import io
 import os
 import pickle
 import weakref
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from enum import Enum
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any
 
 import numpy
 import pytest

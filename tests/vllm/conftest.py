@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -61,6 +62,7 @@ class Engine:
         self.process = subprocess.Popen(
             [PYTHON, str(HERE / "engine.py"), json.dumps(jobs)], env=engine_environment(pool, **environ),
             stdin=subprocess.DEVNULL, stdout=self._output, stderr=subprocess.STDOUT, cwd="/",
+            start_new_session=True,
         )  # fmt: skip
 
     @property
@@ -92,7 +94,8 @@ class Engine:
         return self.results[0]
 
     def kill(self) -> None:
-        self.process.kill()
+        """kill -9, of the engine and of whatever it has started."""
+        os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
     def __enter__(self) -> Engine:

@@ -1,0 +1,115 @@
+"""Maps: private where that is said, at the addresses and for as long as somebody looks at them."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import mmap
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine_shim.handoff import maps
+from engine_shim.handoff.names import PoolPaths
+from tests.handoff import hammer
+from tests.never_wrong.forked import Engine
+
+SIZE = 2 * maps.HUGE_PAGE
+
+
+@pytest.fixture
+def path(pool_paths: PoolPaths) -> Iterator[Path]:
+    path = pool_paths.segment(1, 0)
+    path.write_bytes(bytes(i % 251 for i in range(4096)) * (SIZE // 4096))
+    yield path
+    path.unlink()
+
+
+def opened(path: Path) -> maps.Buffer:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        return maps.private(fd, SIZE)
+    finally:
+        os.close(fd)
+
+
+def mapped(path: Path) -> int:
+    return sum(str(path) in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+def test_a_private_map(path: Path) -> None:
+    before = path.read_bytes()
+    one, other = opened(path), opened(path)
+    assert bytes(one) == before
+    assert ctypes.addressof(one) % maps.HUGE_PAGE == 0
+    one[5000] = 255
+    assert bytes(other) == before == path.read_bytes()
+    assert bytes(opened(path)) == before
+    assert one[5000] == 255
+
+
+def test_it_lives_as_long_as_anything_looks_at_it(path: Path) -> None:
+    buffer = opened(path)
+    tensor = torch.frombuffer(buffer, dtype=torch.uint8, count=100, offset=4096)
+    view = tensor[10:]
+    assert mapped(path) == 1
+    del buffer, tensor
+    gc.collect()
+    assert mapped(path) == 1
+    assert view.tolist() == list(range(10, 100))
+    del view
+    gc.collect()
+    assert mapped(path) == 0
+
+
+def test_no_address_space_is_kept(path: Path) -> None:
+    def size() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[0])
+
+    opened(path)
+    gc.collect()
+    before = size()
+    for _ in range(50):
+        opened(path)
+    gc.collect()
+    assert size() - before < 10 * SIZE // 4096
+
+
+def test_a_shared_map_sees_what_is_written(path: Path) -> None:
+    fd = os.open(path, os.O_RDWR)
+    buffer = maps.shared(fd, SIZE)
+    os.pwrite(fd, b"\xff\xfe", 7000)
+    os.close(fd)
+    assert bytes(buffer[7000:7002]) == b"\xff\xfe"
+
+
+def test_made_private_in_place(path: Path) -> None:
+    fd = os.open(path, os.O_RDWR)
+    buffer = mmap.mmap(fd, SIZE, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+    buffer[100:103] = b"abc"
+    maps.make_private(buffer, fd)
+    assert buffer[100:103] == b"abc" and ctypes.addressof(ctypes.c_char.from_buffer(buffer)) == address
+    buffer[100:103] = b"xyz"
+    assert path.read_bytes()[100:103] == b"abc"
+    os.close(fd)
+
+
+def test_huge_pages_change_no_byte(path: Path) -> None:
+    """Whether the kernel makes them is the kernel's business."""
+    before = path.read_bytes()
+    fd = os.open(path, os.O_RDWR)
+    buffer = maps.shared(fd, SIZE)
+    for offset in range(0, SIZE, maps.HUGE_PAGE):
+        maps.make_huge(buffer, offset, maps.HUGE_PAGE)
+    assert path.read_bytes() == before == bytes(buffer)
+    assert 0 <= maps.in_memory(buffer, 100, 5000) <= 1
+    os.close(fd)
+
+
+def test_no_address_space(path: Path) -> None:
+    with Engine() as engine:
+        assert "ulimit -v" in engine(hammer.limited_map, str(path), SIZE)
