@@ -112,7 +112,7 @@ def test_off_leaves_safetensors_alone(python: Python) -> None:
 def test_on_means_one_finder_and_no_heavy_import(python: Python) -> None:
     modules, finders = python.tell(STATE, BALLAST_POOL="main")
     assert finders.count("HookingFinder") == 1
-    assert finders[0] == "HookingFinder"
+    assert finders.index("HookingFinder") < finders.index("PathFinder")  # other start-up files may put theirs in front
     assert not {"torch", "numpy", "safetensors", "mmap", "logging", "threading", "json", "posix_ipc"} & set(modules)
 
 
