@@ -2,16 +2,61 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import time
 from pathlib import Path
 
+import pytest
+
+from engine_shim import ladder
 from engine_shim.handoff import attachment
+from engine_shim.handoff.catalog import Catalog, ControlPage
+from engine_shim.handoff.errors import NotFound
 from engine_shim.handoff.names import PoolPaths
 from tests.checkpoints import Checkpoint, entry
 from tests.never_wrong import engine_side
 from tests.never_wrong.forked import Engine, engines
 from tests.never_wrong.loading import loading
+from tests.never_wrong.logs import Lines
+
+
+def test_the_order_of_attaching(
+    pool_paths: PoolPaths, tmp_path: Path, lines: Lines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The record first, then a second look at the catalog: what is being retired is not attached, though it is still there."""
+    Checkpoint({"w": entry("F32", (9,))}).write(tmp_path / "m.safetensors")
+    monkeypatch.setenv("BALLAST_POOL", pool_paths.pool)
+    looks = []
+    really = ControlPage.read
+
+    def read(page: ControlPage) -> Catalog:
+        looks.append(len(list(attachment.alive(pool_paths))))
+        return really(page)
+
+    with loading(pool_paths) as pool:
+        pool.load(tmp_path / "m.safetensors")
+        view = ladder.Pool(pool_paths)
+        [generation] = view.catalog().of_model("m")
+        contents = view.manifest(generation)
+        with monkeypatch.context() as patch:
+            patch.setattr(ControlPage, "read", read)
+            held = view.attach(generation, contents)
+        assert looks == [1]
+        assert view.attach(generation, contents)[0]
+        pool.pool.retire(generation.number)
+        assert pool.pool.collect() == 0
+        with pytest.raises(NotFound, match="was replaced just now"):  # a table read by another view, maybe of another pool
+            ladder.Pool(pool_paths).attach(generation, contents)
+        for other in (view, ladder.Pool(pool_paths)):
+            again = other.manifest(generation)
+            with pytest.raises(NotFound, match="was retired just now"):
+                other.attach(generation, again)
+        assert len(list(attachment.alive(pool_paths))) == 1
+        assert bytes(held[0])[:4] == entry("F32", (9,))[2][:4]
+        del held
+        gc.collect()
+        assert pool.pool.collect() > 0
 
 
 def test_engines_under_a_sidecar_that_never_rests(pool_paths: PoolPaths, tmp_path: Path) -> None:

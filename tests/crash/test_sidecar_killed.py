@@ -71,7 +71,7 @@ def test_adopting_without_the_disk(pool_name: str, folder: Path, truth: dict[str
         sidecar.kill()
     with Sidecar(pool_name, folder) as sidecar:
         assert sidecar.ready("model").number == 1
-        assert "adopted model, generation 1" in sidecar.log
+        sidecar.says("adopted model, generation 1")
         assert bytes_read(sidecar.pid) < LARGE / 2
         assert inodes == [os.stat(sidecar.paths.segment(1, number)).st_ino for number in range(2)]
         with Engine(pool_name, BALLAST_MODE="require") as engine:
@@ -81,7 +81,7 @@ def test_adopting_without_the_disk(pool_name: str, folder: Path, truth: dict[str
     os.rename(folder, away)
     with Sidecar(pool_name, folder) as sidecar:
         assert sidecar.ready("model").number == 1
-        assert "serving what the pool holds of it" in sidecar.log
+        sidecar.says("serving what the pool holds of it")
         assert inodes == [os.stat(sidecar.paths.segment(1, number)).st_ino for number in range(2)]
         with Engine(pool_name, BALLAST_MODE="require") as engine:
             assert load(engine) == truth
@@ -206,7 +206,7 @@ def test_an_engine_outlives_its_sidecar(pool_name: str, folder: Path, truth: dic
         Checkpoint({"x": entry("F32", (5,))}).write(other)
         with Sidecar(pool_name, other, env=environment) as sidecar:
             sidecar.ready("other")
-            assert "model is no longer asked for and is retired" in sidecar.log
+            sidecar.says("model is no longer asked for and is retired")
             time.sleep(1)
             held = sidecar.catalog.get(1)
             assert held is not None and held.state == RETIRED
