@@ -46,7 +46,9 @@ def test_the_order_of_attaching(
         assert view.attach(generation, contents)[0]
         pool.pool.retire(generation.number)
         assert pool.pool.collect() == 0
-        with pytest.raises(NotFound, match="was replaced just now"):  # a table read by another view, maybe of another pool
+        with pytest.raises(
+            NotFound, match="was replaced just now"
+        ):  # a table read by another view, maybe of another pool
             ladder.Pool(pool_paths).attach(generation, contents)
         for other in (view, ladder.Pool(pool_paths)):
             again = other.manifest(generation)

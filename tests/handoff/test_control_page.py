@@ -179,6 +179,32 @@ def test_a_slot_cannot_be_moved_or_repeated(page: ControlPage) -> None:
     assert page.read() == newest
 
 
+def test_a_reader_that_sleeps_between_the_slots_does_not_go_back(
+    page: ControlPage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has read one slot; then two catalogs are written, and the last is just being written when it reads the other."""
+    page.write(a_catalog(1))
+    page.write(a_catalog(2))
+    writer = ControlPage.open(page.paths, write=True)
+    assert page.read().sequence == 2
+    really = ControlPage._read_slot
+    slept = False
+
+    def read_slot(self: ControlPage, index: int) -> Any:
+        nonlocal slept
+        if self is page and index == 1 and not slept:
+            slept = True
+            writer.write(a_catalog(3))
+            writer.write(a_catalog(4))
+            os.pwrite(page.fd, b"\xff", SLOT_OFFSET + SLOT_SIZE + 100)
+        return really(self, index)
+
+    monkeypatch.setattr(ControlPage, "_read_slot", read_slot)
+    assert page.read().sequence == 3
+    assert slept
+    writer.close()
+
+
 def test_a_writer_that_is_hammering(paths: PoolPaths) -> None:
     page = ControlPage.create_or_open(paths)
     with Engine() as writer:

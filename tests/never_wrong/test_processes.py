@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from engine_shim.handoff import attachment
 from engine_shim.handoff.catalog import RETIRED
 from engine_shim.handoff.names import PoolPaths
 from tests.checkpoints import Checkpoint, entry
@@ -214,6 +216,47 @@ def test_files_that_are_touched_but_not_changed(pool_name: str, folder: Path, pl
         ]
         assert [g.state for g in sidecar.catalog.generations] == ["ready"]
         assert sidecar.interrupt() == 0
+
+
+# Elsewhere, and otherwise
+
+
+def test_workers_that_an_engine_forks(pool_name: str, folder: Path, plain: Engine) -> None:
+    """They have their parent's maps and make attachments of their own; the weights stay until the last of them is gone."""
+    expected = truth(plain, folder)
+    with Sidecar(pool_name, folder) as sidecar:
+        sidecar.ready("model")
+        with Engine(pool_name, BALLAST_MODE="require") as engine:
+            load_all(engine, folder, keep="kept")
+            child, found = engine(engine_side.fork_and_load, files(folder)[0])
+            assert found and found.items() <= expected.items()
+            assert sorted(record.pid for record in attachment.alive(sidecar.paths)) == sorted([engine.pid, child])
+            engine.kill()
+            assert child in [record.pid for record in attachment.alive(sidecar.paths)]
+            os.kill(child, signal.SIGKILL)
+            deadline = time.monotonic() + 10
+            while list(attachment.alive(sidecar.paths)):
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+        assert sidecar.interrupt() == 0
+
+
+def test_a_pool_in_a_directory_of_its_own(pool_name: str, folder: Path, plain: Engine) -> None:
+    """Another memory file system, where nobody's start script wipes it."""
+    directory = Path(f"/dev/shm/{pool_name}-elsewhere")
+    directory.mkdir()
+    try:
+        with Sidecar(pool_name, folder, directory=directory) as sidecar:
+            sidecar.ready("model")
+            with Engine(pool_name, BALLAST_DIR=str(directory), BALLAST_MODE="require") as engine:
+                assert load_all(engine, folder) == truth(plain, folder)
+            with Engine(pool_name, BALLAST_MODE="require") as engine:
+                assert engine(engine_side.attempt, "open", "model")[0] == "NotFound"
+            assert {path.name.split(".")[1] for path in directory.iterdir()} == {"ctl", "g1"}
+            assert sidecar.interrupt() == 0
+        assert not list(directory.iterdir())
+    finally:
+        shutil.rmtree(directory)
 
 
 # As a user has it: an ordinary program, the `.pth` file in its environment, nothing else
