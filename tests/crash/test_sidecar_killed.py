@@ -183,7 +183,7 @@ def test_killed_again_and_again(pool_name: str, folder: Path, truth: dict[str, s
         sidecar.ready("model")
         sidecar.kill()
     with Engine(pool_name, BALLAST_MODE="require") as engine:
-        for turn in range(6):
+        for turn in range(4):
             with Sidecar(pool_name, folder) as sidecar:
                 time.sleep(0.1 + 0.15 * turn)
                 assert load(engine) == truth

@@ -203,9 +203,8 @@ def test_a_dead_sidecars_pool_is_still_good(pool_name: str, folder: Path, truth:
     purge(PoolPaths(pool_name))
 
 
-@pytest.mark.parametrize(
-    ("environment", "line"),
-    [
+def test_settings_that_make_no_sense(pool_name: str, folder: Path, truth: dict[str, str]) -> None:
+    settings: list[tuple[dict[str, str], str]] = [
         ({"BALLAST_MODE": "sometimes"}, "BALLAST_MODE=sometimes is none of auto, require and off; taken as auto"),
         ({"BALLAST_WAIT": "a while"}, "BALLAST_WAIT is not a number of seconds; taken as 600"),
         ({"BALLAST_WAIT": "-5"}, ""),
@@ -213,27 +212,24 @@ def test_a_dead_sidecars_pool_is_still_good(pool_name: str, folder: Path, truth:
         ({"BALLAST_WAIT": "inf"}, ""),
         ({"BALLAST_LOG": "loudly"}, ""),
         ({"BALLAST_WAIT": ""}, ""),
-    ],
-)
-def test_settings_that_make_no_sense(
-    pool_name: str, folder: Path, truth: dict[str, str], environment: dict[str, str], line: str
-) -> None:
+    ]
     with Sidecar(pool_name, folder) as sidecar:
         sidecar.ready("model")
-        with Engine(pool_name, **environment) as engine:
-            assert load(engine, folder) == truth
-            said = engine.lines
-            assert said[-1].startswith("model comes from memory") and said[:-1] == ([line] if line else [])
+        for environment, line in settings:
+            with Engine(pool_name, **environment) as engine:
+                assert load(engine, folder) == truth
+                said = engine.lines
+                assert said[-1].startswith("model comes from memory") and said[:-1] == ([line] if line else [])
         sidecar.interrupt()
 
 
-@pytest.mark.parametrize(("level", "count"), [("WARNING", 0), ("ERROR", 0), ("debug", 1), ("INFO", 1)])
-def test_the_log_has_levels(pool_name: str, folder: Path, level: str, count: int) -> None:
+def test_the_log_has_levels(pool_name: str, folder: Path) -> None:
     with Sidecar(pool_name, folder) as sidecar:
         sidecar.ready("model")
-        with Engine(pool_name, BALLAST_LOG=level) as engine:
-            load(engine, folder)
-            assert len([line for line in engine.lines if "comes from memory" in line]) == count
+        for level, count in (("WARNING", 0), ("ERROR", 0), ("debug", 1), ("INFO", 1)):
+            with Engine(pool_name, BALLAST_LOG=level) as engine:
+                load(engine, folder)
+                assert len([line for line in engine.lines if "comes from memory" in line]) == count
         sidecar.interrupt()
 
 

@@ -28,7 +28,7 @@ from tests.never_wrong.loading import Loading
 from tests.never_wrong.logs import Lines
 from tests.safetensors_api.side_by_side import Failure
 
-drawn = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=30)
+drawn = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=20)
 ORIGINAL: Any = safetensors.safe_open
 OURS: Any = stand_in(safetensors.safe_open)
 
