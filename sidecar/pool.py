@@ -299,8 +299,9 @@ class PoolWriter:
             for index in range(len(contents.segments)):
                 posix.rename(self.paths.publication_segment(identifier, index), self.paths.segment(number, index))
             self.publish(dataclasses.replace(contents, tensors=self._digested(contents)))
-        except HandoffError as error:
+        except Exception as error:  # whatever it is: the thread that loads everything else goes on
             log.warning("a publication is refused: %s", error)
+            log.debug("the whole story", exc_info=True)
             # One without its segments is what a killed sidecar left in the middle of adopting it; nobody waits for that.
             if model and not isinstance(error, NotFound):
                 self.fail(model, str(error), number, catalog.ENGINE)
