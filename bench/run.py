@@ -26,11 +26,12 @@ from typing import Any, NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from bench import attaching, checkpoints, engines, machine, preloading, processes, rivals, startup
+from bench import attaching, checkpoints, engines, machine, preloading, processes, rivals, startup, vllm
 from bench.measure import Ratio, Section, render, say
 
 HERE = Path(__file__).resolve().parent
 SECTIONS = ("attach", "tensors", "preload", "engines", "startup", "tmpfs", "loaders")
+ASKED_FOR = ("vllm",)  # only by name: an engine in an environment of its own
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 # Numbers of tensors, and bytes of each: many small ones, and one number of them at two sizes.
 COUNTS = ((100, 1024), (1_000, 65_536), (1_000, 655_360), (10_000, 1024), (100_000, 1024))
@@ -47,7 +48,8 @@ def size(text: str) -> int:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Measures Ballast against what it is compared with.")
-    parser.add_argument("sections", nargs="*", metavar="SECTION", help=f"any of {', '.join(SECTIONS)} (default: all)")
+    every = f"any of {', '.join(SECTIONS)} (default: all of these), {', '.join(ASKED_FOR)}"
+    parser.add_argument("sections", nargs="*", metavar="SECTION", help=every)
     parser.add_argument("--size", type=size, default="8GB", help="of the large checkpoint, at least (default 8GB)")
     parser.add_argument("--repeats", type=int, default=5, help="of each measurement (default 5)")
     parser.add_argument("--starts", type=int, default=300, help="of an interpreter, each way (default 300)")
@@ -59,9 +61,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--clean", action="store_true", help="only remove the checkpoints")
     parser.add_argument("--show", type=Path, metavar="RESULT", help="print the report of an earlier run")
     given = parser.parse_args()
-    unknown = set(given.sections) - set(SECTIONS)
+    unknown = set(given.sections) - {*SECTIONS, *ASKED_FOR}
     if unknown:
-        parser.error(f"no such section: {', '.join(sorted(unknown))} (there are {', '.join(SECTIONS)})")
+        parser.error(f"no such section: {', '.join(sorted(unknown))} (there are {', '.join((*SECTIONS, *ASKED_FOR))})")
     if given.repeats < 1 or given.starts < 1:
         parser.error("measure at least once")
     return given
@@ -115,6 +117,7 @@ def measurements(given: argparse.Namespace, scratch: Path) -> dict[str, Callable
         "startup": lambda: startup.startup(given.starts),
         "tmpfs": lambda: rivals.tmpfs(large(), scratch, given.repeats),
         "loaders": lambda: rivals.loaders(large(), given.repeats),
+        "vllm": lambda: vllm.vllm(given.cache, scratch, given.repeats),
     }
 
 

@@ -2,7 +2,8 @@
 
 A *storage* is a run of bytes, kept once however many tensors look at it. A *slot* is a place in the tree that holds a tensor:
 a parameter, a buffer or a plain attribute, and how that tensor looks at its storage. Ties, views and buffers shared by many
-modules are slots on one storage and come back as such.
+modules are slots on one storage and come back as such. A *wrapper* is a tensor made of other tensors, such as a quantised
+weight: its parts are slots, and what it makes of them is compared, never stored: whoever attaches builds it as well.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ _PIECE = 64 << 20  # bytes copied from a device at a time
 PARAMETER = "parameter"
 BUFFER = "buffer"
 ATTRIBUTE = "attribute"
+PART = "part"  # a tensor within a wrapper; its name is the wrapper's with its own after a colon
 
 
 def module_key(module: torch.nn.Module, key: Optional[Mapping[str, Any]]) -> dict[str, Any]:
@@ -90,6 +92,11 @@ class Slot:
 
 def slots(module: torch.nn.Module) -> Iterator[Slot]:
     """Every slot of the tree, under every name: a module reached by two paths appears twice, as its state dict has it."""
+    for slot in _held(module):
+        yield from _spread(slot)
+
+
+def _held(module: torch.nn.Module) -> Iterator[Slot]:
     for path, owner in module.named_modules(remove_duplicate=False):
         for name, parameter in owner._parameters.items():
             if parameter is not None:
@@ -100,6 +107,55 @@ def slots(module: torch.nn.Module) -> Iterator[Slot]:
         for name, value in vars(owner).items():
             if isinstance(value, torch.Tensor):
                 yield Slot(owner, path, name, ATTRIBUTE, False, value)
+
+
+def _spread(slot: Slot) -> Iterator[Slot]:
+    """The slot; where a wrapper is in it, the slots of what that is made of."""
+    parts = _parts(slot)
+    for part in parts:
+        yield from _spread(part)
+    if not parts:
+        yield slot
+
+
+def _parts(slot: Slot) -> list[Slot]:
+    """By torch's protocol of traceable wrapper subclasses: `__tensor_flatten__` names the tensors inside."""
+    flatten = getattr(slot.tensor, "__tensor_flatten__", None)
+    names = flatten()[0] if flatten is not None else ()
+    return [Slot(slot.owner, slot.path, f"{slot.name}:{n}", PART, False, getattr(slot.tensor, n)) for n in names]
+
+
+def wrappers(module: torch.nn.Module, wanted: Callable[[str], bool] = lambda path: True) -> list[list[Any]]:
+    """One row for each wrapper at any depth: path, name, kind, whether persistent, class, whether it requires a gradient,
+    element type, shape, strides, context as text, and path and name of the first slot that holds the same object.
+
+    Raises Mismatch if a wrapper's context is more than values.
+    """
+    rows: list[list[Any]] = []
+    first: dict[int, list[str]] = {}
+
+    def tell(slot: Slot) -> None:
+        parts = _parts(slot)
+        if not parts:
+            return
+        tensor = slot.tensor
+        context = repr(tensor.__tensor_flatten__()[1])  # type: ignore[attr-defined]
+        if " at 0x" in context:
+            raise Mismatch(f"{slot.label} is a {qualified(type(tensor))} of more than values, which cannot be published")
+        rows.append(
+            [
+                slot.path, slot.name, slot.kind, slot.persistent, qualified(type(tensor)), tensor.requires_grad,
+                str(tensor.dtype), list(tensor.shape), list(tensor.stride()), context,
+                first.setdefault(id(tensor), [slot.path, slot.name]),
+            ]
+        )  # fmt: skip
+        for part in parts:
+            tell(part)
+
+    for slot in _held(root(module)):
+        if wanted(slot.path):
+            tell(slot)
+    return sorted(rows)
 
 
 def root(module: torch.nn.Module) -> torch.nn.Module:
@@ -136,7 +192,8 @@ _MODULES_OWN = frozenset(vars(torch.nn.Module()))
 def capture(module: torch.nn.Module, wanted: Callable[[str], bool] = lambda path: True) -> Captured:
     """The whole tree, or the modules at those paths that are `wanted`.
 
-    Raises Mismatch for what cannot be captured: tensors on `meta`, sparse, quantised or wrapped ones.
+    Raises Mismatch for what cannot be captured: tensors on `meta`, sparse ones, those quantised by torch itself, and
+    subclasses that do not say what they are made of.
     """
     storages: list[TensorStorage] = []
     index_of: dict[tuple[str, int], int] = {}
@@ -158,7 +215,11 @@ def capture(module: torch.nn.Module, wanted: Callable[[str], bool] = lambda path
                 objects.setdefault(id(slot.tensor), len(rows)), tensor_attributes(slot.tensor),
             ]
         )  # fmt: skip
-    return Captured(storages, {"slots": rows})
+    state: dict[str, Any] = {"slots": rows}
+    wrapped = wrappers(module, wanted)
+    if wrapped:
+        state["wrappers"] = wrapped
+    return Captured(storages, state)
 
 
 def _plain(slot: Slot) -> torch.Tensor:
@@ -304,6 +365,7 @@ def restore(
     here = {(slot.path, slot.name): slot for slot in slots(module)}
     owners = dict(module.named_modules(remove_duplicate=False))
     _check(contents, rows, here, owners, processed)
+    _check_wrappers(contents, module)
     devices = {slot.tensor.device for slot in here.values() if slot.tensor.device.type != "meta"}
     if len(devices) > 1:
         raise Mismatch(f"the module is spread over {len(devices)} devices; load it in the ordinary way")
@@ -322,8 +384,13 @@ def restore(
                 if not isinstance(attribute, dict) and vars(value).get(name, _MISSING) != attribute:
                     vars(value)[name] = attribute
         bound[index] = value
-        _put(owners[row.path], row.name, row.kind, row.persistent, value)
+        if row.kind != PART:
+            _put(owners[row.path], row.name, row.kind, row.persistent, value)
+    parts = {(row.path, row.name): value for row, value in zip(rows, bound.values()) if row.kind == PART}
+    if parts:
+        _rewrap(module, parts)
     _compare(module, rows)
+    _check_wrappers(contents, module)
 
 
 _MISSING = object()
@@ -359,6 +426,43 @@ def _check(
     extra = set(here) - {(row.path, row.name) for row in rows}
     if extra:
         raise Mismatch(f"{contents.model!r} was published without {'.'.join(min(extra))}, which the module has")
+
+
+def _check_wrappers(contents: Manifest, module: torch.nn.Module) -> None:
+    """Raises Mismatch unless the module wraps as the published one did: only then do the parts mean the same."""
+    wanted, found = contents.state.get("wrappers", []), wrappers(module)
+    if wanted == found:
+        return
+    unlike: list[Any] = next((list(pair) for pair in zip(found, wanted) if pair[0] != pair[1]), [None, None])
+    raise Mismatch(
+        f"the module's tensors are not made of others as in {contents.model!r} ({unlike[0]!r:.300} instead of "
+        f"{unlike[1]!r:.300}): quantise it in the same way before attaching"
+    )
+
+
+def _rewrap(module: torch.nn.Module, parts: Mapping[tuple[str, str], torch.Tensor]) -> None:
+    """Makes wrappers anew where a part could not be exchanged in place, as on `meta`."""
+    made: dict[int, torch.Tensor] = {}
+
+    def renewed(slot: Slot) -> torch.Tensor:
+        inner = _parts(slot)
+        if not inner:
+            return parts.get((slot.path, slot.name), slot.tensor)
+        old = slot.tensor
+        if id(old) not in made:
+            new = {part.name.rpartition(":")[2]: renewed(part) for part in inner}
+            if all(new[part.name.rpartition(":")[2]] is part.tensor for part in inner):
+                made[id(old)] = old
+            else:
+                context = old.__tensor_flatten__()[1]  # type: ignore[attr-defined]
+                made[id(old)] = type(old).__tensor_unflatten__(new, context, old.shape, old.stride())  # type: ignore[attr-defined]
+                if slot.kind == PARAMETER:
+                    made[id(old)] = torch.nn.Parameter(made[id(old)], requires_grad=old.requires_grad)
+        return made[id(old)]
+
+    for slot in list(_held(module)):
+        if _parts(slot):
+            _put(slot.owner, slot.name, slot.kind, slot.persistent, renewed(slot))
 
 
 def _bound(old: Optional[torch.Tensor], data: torch.Tensor, row: SlotRow) -> torch.Tensor:
@@ -425,7 +529,7 @@ def bind(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor], model: st
     persistent buffer has exactly one tensor of its shape and type, ties counted once, and no tensor is left over."""
     places: dict[int, list[Slot]] = {}
     for slot in slots(root(module)):
-        if slot.kind != ATTRIBUTE and slot.persistent:
+        if slot.persistent:
             places.setdefault(id(slot.tensor), []).append(slot)
         elif slot.tensor.device.type == "meta":
             raise Mismatch(

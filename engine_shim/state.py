@@ -134,6 +134,7 @@ class Keeper:
     _slots: list[list[Any]] = field(default_factory=list)
     _rebind: list[tuple[torch.Tensor, int]] = field(default_factory=list)  # processed tensor -> its storage's row
     _attributes: list[list[Any]] = field(default_factory=list)
+    _wrappers: list[list[Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._publication = Publication(self.paths, self.model)
@@ -206,6 +207,7 @@ class Keeper:
                 self._rebind.append((slot.tensor, row[6]))
 
     def _keep(self, captured: modules.Captured) -> None:
+        self._wrappers = sorted([*self._wrappers, *captured.state.get("wrappers", [])])
         first = len(self._slots)
         rows = []
         for storage in captured.storages:
@@ -233,6 +235,7 @@ class Keeper:
             "slots": self._slots,
             "processed": sorted(path for path, level in self.levels.items() if level == PROCESSED),
             "attributes": self._attributes,
+            "wrappers": self._wrappers,
             "final": {variant: modules.describe(module)},
         }
 

@@ -1,4 +1,5 @@
-"""A transformers model's own state, after `.to(bfloat16)`, from the engine that made it to those that come later."""
+"""A model's state as its engine made it, from that engine to those that come later: transformers models after `.to(bfloat16)`,
+compiled, quantised by torchao, and the network of a diffusers pipeline after fusing."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from typing import Any
 from tests.checkpoints import Checkpoint, entry
 from tests.processes import Sidecar, environment
 
+KINDS = ("tied", "untied", "compiled", "quantised", "denoiser")
 PROGRAM = Path(__file__).with_name("publishing.py")
 
 
@@ -38,15 +40,23 @@ def test_from_one_engine_to_the_next(pool_name: str, tmp_path: Path) -> None:
         publisher, attacher = start("publish", pool_name), start("attach", pool_name)
         published = told(publisher)
         found = told(attacher)
-        for tied in ("True", "False"):
-            assert bool(published[tied]["ties"]) == (tied == "True")
+        assert set(published) == set(found) == set(KINDS)
+        for kind, there in published.items():
+            here = found[kind]
             for device in ("cpu", "meta"):
-                attached = found.pop(f"{tied} {device}")
-                assert attached["state"] == published[tied]
-                assert all(value.startswith("torch.bfloat16") for value in attached["state"]["state"].values())
+                attached = here.pop(device)
+                assert attached["state"] == there, kind
+                if kind == "quantised":
+                    assert there["classes"].count("Int8Tensor") == 15
+                    assert any("torch.int8" in value for value in there["state"].values())
+                    continue
+                assert bool(there["ties"]) == (kind in ("tied", "compiled"))
+                assert all(value.startswith("torch.bfloat16") for value in there["state"].values())
                 assert attached["mapped"]["parameters"] > 0
-                assert attached["mapped"]["in_maps"] > 0.9 * attached["mapped"]["parameters"]  # the tiny are copied
-        # Unknown is not equal: with any other key there is no such state, and the module stays as it was.
-        assert len(found) == 8
-        assert all(value in (["NotFound", True], ["Mismatch", True]) for value in found.values()), found
+                # The tiny are copied, and are many in the denoiser.
+                share = 0.5 if kind == "denoiser" else 0.9
+                assert attached["mapped"]["in_maps"] > share * attached["mapped"]["parameters"]
+            # Unknown is not equal: with any other key there is no such state, and the module stays as it was.
+            assert len(here) == 4 + (kind == "quantised")
+            assert all(value in (["NotFound", True], ["Mismatch", True]) for value in here.values()), here
         assert sidecar.interrupt() == 0

@@ -1,6 +1,7 @@
 """Real vLLM processes for the tests of this folder. They are skipped where there is no vLLM.
 
 BALLAST_TEST_VLLM_PYTHON names the interpreter of an environment with vLLM in it; by default it is the one that runs pytest.
+BALLAST_TEST_VLLM_FULL runs what is left out otherwise, since it takes long.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from tests.processes import ROOT
 
 HERE = Path(__file__).resolve().parent
 PYTHON = os.environ.get("BALLAST_TEST_VLLM_PYTHON") or sys.executable
+FULL = bool(os.environ.get("BALLAST_TEST_VLLM_FULL"))  # also what takes too long for every submission
 SITE = ROOT / "engine_shim" / "hooks" / "site"
 
 
@@ -55,13 +57,13 @@ def engine_environment(pool: str | None = None, **more: str) -> dict[str, str]:
 
 
 class Engine:
-    """`engine.py` with a list of jobs. `log` is what it wrote so far; `results` what it answered, job by job."""
+    """`engine.py` with a list of jobs, and more of them by `do`. `log` is what it wrote so far; `results` what it answered."""
 
     def __init__(self, jobs: list[dict[str, Any]], pool: str | None = None, **environ: str) -> None:
         self._output = tempfile.TemporaryFile()
         self.process = subprocess.Popen(
             [PYTHON, str(HERE / "engine.py"), json.dumps(jobs)], env=engine_environment(pool, **environ),
-            stdin=subprocess.DEVNULL, stdout=self._output, stderr=subprocess.STDOUT, cwd="/",
+            stdin=subprocess.PIPE, stdout=self._output, stderr=subprocess.STDOUT, cwd="/", text=True,
             start_new_session=True,
         )  # fmt: skip
 
@@ -78,19 +80,34 @@ class Engine:
         """The log cut into pieces, one for each job."""
         return ("\n" + self.log).split("\nJOB ")[1:]
 
+    def do(self, *jobs: dict[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
+        """Gives it more jobs and waits for them: results, and the log of each."""
+        before, stdin = len(self.results), self.process.stdin
+        assert stdin is not None
+        for job in jobs:
+            stdin.write(json.dumps(job) + "\n")
+        stdin.flush()
+        self.wait_for("DONE", before + len(jobs))
+        return self.results[before:], self.logs()[before:]
+
+    def wait_for(self, word: str, count: int, timeout: float = 800) -> None:
+        deadline = time.monotonic() + timeout
+        while sum(line.split(" ", 1)[0] == word for line in self.log.splitlines()) < count:
+            assert self.process.poll() is None, f"the engine ended with {self.process.returncode}:\n{self.log[-6000:]}"
+            assert time.monotonic() < deadline, f"no answer after {timeout} s:\n{self.log[-6000:]}"
+            time.sleep(0.1)
+
     def finish(self, timeout: float = 800) -> list[dict[str, Any]]:
         """Waits for the end, which must be an orderly one."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
         code = self.process.wait(timeout)
         assert code == 0, f"the engine ended with {code}:\n{self.log[-6000:]}"
         return self.results
 
     def ready(self, timeout: float = 400) -> dict[str, Any]:
-        """Waits until a job that hangs has answered."""
-        deadline = time.monotonic() + timeout
-        while not self.results:
-            assert self.process.poll() is None, f"the engine ended with {self.process.returncode}:\n{self.log[-6000:]}"
-            assert time.monotonic() < deadline, f"no answer after {timeout} s:\n{self.log[-6000:]}"
-            time.sleep(0.1)
+        """Waits for the first answer."""
+        self.wait_for("RESULT", 1, timeout)
         return self.results[0]
 
     def kill(self) -> None:
@@ -120,10 +137,10 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     cached = os.environ.get("BALLAST_TEST_VLLM_CHECKPOINTS")
     if cached:
         return Path(cached)
-    from families import FAMILIES
+    from families import FAMILIES, QUANTISED
 
     subprocess.run(
-        [PYTHON, str(HERE / "families.py"), str(folder), *FAMILIES, "w8a8", "adapter"],
+        [PYTHON, str(HERE / "families.py"), str(folder), *FAMILIES, *QUANTISED, "adapter"],
         env=engine_environment(), check=True, capture_output=True, timeout=600, cwd="/",
     )  # fmt: skip
     return folder

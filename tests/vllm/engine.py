@@ -2,10 +2,11 @@
 
     python engine.py '[{"model": ..., "args": {...}, "prompts": [...], "tokens": 24}, ...]'
 
-Nothing here knows of Ballast. A job may ask for more: `embed` (a pooling model), `reload` (vLLM's own weight reloading, then
-the prompts again), `lora` (an adapter's folder), `env` (set before it), `sabotage` (a function, as module:name, that raises
-during it), `fails` (the start must end in an error, whose text is the result), `then: "hang"` (answer and wait to be killed).
-Prints `JOB <model>` before each job and `RESULT {...}` after it.
+Nothing here knows of Ballast. A job may ask for more: `embed` (a pooling model), `image` (one with each prompt), `reload`
+(vLLM's own weight reloading, then the prompts again), `lora` (an adapter's folder), `env` (set before it), `sabotage` (a
+function, as module:name, that raises during it), `fails` (the start must end in an error, whose text is the result),
+`after` and `until` (files that it waits for before it starts, and before it ends). More jobs may follow, a line each, on stdin.
+Prints `JOB <model>` before each job and `RESULT {...}` after it; with `until` as soon as there is one.
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ from typing import Any
 PROMPTS = ["the sea was calm and the", "a cargo of", "one two three four", "Ballast keeps"]
 
 
-def run(job: dict[str, Any]) -> dict[str, Any]:
+def run(job: dict[str, Any]) -> None:
+    import kernels
     from vllm import LLM, SamplingParams
 
+    kernels.provide()
     began = time.monotonic()
     llm = LLM(
         **{
@@ -35,6 +38,8 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     )  # fmt: skip
     result: dict[str, Any] = {"model": job["model"], "start": time.monotonic() - began}
     prompts = job.get("prompts", PROMPTS)
+    if job.get("image"):
+        prompts = [{"prompt": prompt, "multi_modal_data": {"image": picture()}} for prompt in prompts]
     if job.get("embed"):
         result["embeddings"] = [output.outputs.embedding for output in llm.embed(prompts, use_tqdm=False)]
     else:
@@ -50,18 +55,28 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
             llm.collective_rpc("reload_weights")
             result["reloaded"] = tokens(llm, prompts, greedy, more)
     result["first"] = time.monotonic() - began
-    if job.get("then") == "hang":
-        print("RESULT", json.dumps(result), flush=True)
-        time.sleep(600)
+    print("RESULT", json.dumps(result), flush=True)
+    wait_for(job.get("until"))
     close = getattr(getattr(llm, "llm_engine", None), "engine_core", None)
     if close is not None:
         close.shutdown()
     del llm
     _forget()
-    return result
 
 
-def tokens(llm: Any, prompts: list[str], greedy: Any, more: dict[str, Any]) -> list[list[int]]:
+def wait_for(path: str | None) -> None:
+    while path is not None and not os.path.exists(path):
+        time.sleep(0.05)
+
+
+def picture() -> Any:
+    """Some image, the same every time."""
+    from PIL import Image
+
+    return Image.frombytes("RGB", (28, 28), bytes(index * 7 % 251 for index in range(28 * 28 * 3)))
+
+
+def tokens(llm: Any, prompts: list[Any], greedy: Any, more: dict[str, Any]) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in llm.generate(prompts, greedy, use_tqdm=False, **more)]
 
 
@@ -97,22 +112,29 @@ def sabotaged(place: str | None) -> Iterator[None]:
         setattr(owner, name, original)
 
 
+def do(job: dict[str, Any]) -> None:
+    wait_for(job.get("after"))
+    print("JOB", job["model"], flush=True)
+    before = dict(os.environ)
+    os.environ.update(job.get("env", {}))
+    with sabotaged(job.get("sabotage")):
+        try:
+            run(job)
+        except Exception as error:
+            if not job.get("fails"):
+                raise
+            print("RESULT", json.dumps({"error": f"{type(error).__name__}: {error}"}), flush=True)
+            _forget()
+    os.environ.clear()
+    os.environ.update(before)
+    print("DONE", flush=True)
+
+
 def main() -> None:
     for job in json.loads(sys.argv[1]):
-        print("JOB", job["model"], flush=True)
-        before = dict(os.environ)
-        os.environ.update(job.get("env", {}))
-        with sabotaged(job.get("sabotage")):
-            try:
-                result = run(job)
-            except Exception as error:
-                if not job.get("fails"):
-                    raise
-                result = {"error": f"{type(error).__name__}: {error}"}
-                _forget()
-        os.environ.clear()
-        os.environ.update(before)
-        print("RESULT", json.dumps(result), flush=True)
+        do(job)
+    for line in sys.stdin:
+        do(json.loads(line))
 
 
 if __name__ == "__main__":

@@ -39,7 +39,15 @@ OTHER: dict[str, str] = {
     "a fine-tune": "checkpoint",
     "another configuration file": "checkpoint",
     "another family": "class",
+    "another vLLM": "version",
+    "another torch": "torch",
+    "another transformers": "transformers",
+    "another device": "device",
+    "another processor": "capability",
+    "quantised": "quantization",
+    "quantised otherwise": "quantization_config",
 }
+BASES = {"quantised otherwise": "quantised"}  # where it is not the base that something differs from
 SAME = ("another name", "another seed", "compiled", "a copy elsewhere", "another thread binding")
 
 
@@ -60,6 +68,11 @@ def keys(checkpoints: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     shutil.copytree(base, reworded)
     config = json.loads((reworded / "config.json").read_text())
     (reworded / "config.json").write_text(json.dumps({**config, "a_note": 1}))
+    otherwise = folder / "otherwise"
+    shutil.copytree(checkpoints / "gptq", otherwise)
+    config = json.loads((otherwise / "config.json").read_text())
+    config["quantization_config"]["desc_act"] = True
+    (otherwise / "config.json").write_text(json.dumps(config))
     draft = {"speculative_config": {"model": base, "num_speculative_tokens": 2, "method": "draft_model"}}
 
     def job(model: str | Path = base, **more: Any) -> dict[str, Any]:
@@ -86,6 +99,13 @@ def keys(checkpoints: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         "a fine-tune": job(tuned),
         "another configuration file": job(reworded),
         "another family": job(checkpoints / "qwen3"),
+        "another vLLM": job(**{"as": {"vllm:__version__": "0.99"}}),
+        "another torch": job(**{"as": {"torch:__version__": "9.9"}}),
+        "another transformers": job(**{"as": {"transformers:__version__": "9.9"}}),
+        "another device": job(**{"as": {"vllm.platforms:current_platform.device_type": "cuda"}}),
+        "another processor": job(**{"as": {"torch:backends.cpu.get_cpu_capability": "AVX9"}}),
+        "quantised": job(checkpoints / "gptq"),
+        "quantised otherwise": job(otherwise),
         "another name": job(args={"served_model_name": "other"}),
         "another seed": job(args={"seed": 7}),
         "compiled": job(args={"enforce_eager": False}),
@@ -111,7 +131,7 @@ def keys(checkpoints: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 @pytest.mark.parametrize("change", OTHER)
 def test_what_changes_the_weights_changes_the_key(keys: Keys, change: str) -> None:
-    base, other = keys["base"], keys[change]
+    base, other = keys[BASES.get(change, "base")], keys[change]
     differing = {name for name in base if base[name] != other.get(name)}
     assert OTHER[change] in differing, differing
 

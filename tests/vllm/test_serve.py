@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import PYTHON, SITE, engine_environment, run
+from conftest import FULL, HERE, PYTHON, SITE, engine_environment, run
 
 from engine_shim.handoff.catalog import ENGINE, READY
 from sidecar.parity import Engine, ask
@@ -28,9 +30,10 @@ ATTACHED = "comes from memory as it was after loading"
 @pytest.fixture
 def served(checkpoints: Path) -> Iterator[Sidecar]:
     pool = f"t-vllm-{secrets.token_hex(4)}"
-    with Sidecar(pool, checkpoints / MODEL, checkpoints / "qwen3-moe") as sidecar:
-        sidecar.ready(MODEL)
-        sidecar.ready("qwen3-moe")
+    models = (MODEL, *sorted({model for model, _ in PARALLEL.values()} - {MODEL}))
+    with Sidecar(pool, *(checkpoints / model for model in models)) as sidecar:
+        for model in models:
+            sidecar.ready(model)
         yield sidecar
         sidecar.interrupt()
     assert not left_behind(pool)
@@ -69,26 +72,54 @@ def test_prepare_and_then_the_server_attaches_with_plugins_filtered(served: Side
     assert len(answer[0][1]) == len(right[0]["tokens"][0]) == 8
 
 
-def test_two_ranks_have_a_state_each(served: Sidecar, checkpoints: Path) -> None:
+# What a start with several processes takes is mostly imports, many times over: the whole table only on request.
+PARALLEL = {
+    "tensors of experts": ("qwen3-moe", {"tensor_parallel_size": 2}),
+    "tensors": (MODEL, {"tensor_parallel_size": 2}),
+    "stages": ("qwen2", {"pipeline_parallel_size": 2}),
+}
+
+
+@pytest.mark.parametrize("case", PARALLEL if FULL else [next(iter(PARALLEL))])
+def test_two_ranks_have_a_state_each(served: Sidecar, checkpoints: Path, case: str) -> None:
     pool = served.paths.pool
-    for model in (MODEL, "qwen3-moe"):
-        job = {"model": str(checkpoints / model), "args": {"tensor_parallel_size": 2}}
-        environ = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-        disk, _ = run([job], None, **environ)
-        first, _ = run([job], pool, **environ)
-        again, logs = run([job], pool, **environ)
-        assert first[0]["tokens"] == disk[0]["tokens"]
-        assert again[0]["tokens"] == disk[0]["tokens"]
-        assert logs[0].count(ATTACHED) == 2, logs[0][-6000:]
-        assert [g.kind for g in served.catalog.of_model(model, READY)].count(ENGINE) == 2
+    model, args = PARALLEL[case]
+    job = {"model": str(checkpoints / model), "args": args}
+    environ = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    disk, _ = run([job], None, **environ)
+    first, _ = run([job], pool, **environ)
+    deadline = time.monotonic() + 30
+    while [g.kind for g in served.catalog.of_model(model, READY)].count(ENGINE) < 2 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    again, logs = run([job], pool, **environ)
+    assert first[0]["tokens"] == disk[0]["tokens"]
+    assert again[0]["tokens"] == disk[0]["tokens"]
+    assert logs[0].count(ATTACHED) == 2, logs[0][-6000:]
+    assert [g.kind for g in served.catalog.of_model(model, READY)].count(ENGINE) == 2
 
 
-def test_parity_of_the_command_line(checkpoints: Path) -> None:
+def test_parity_of_a_script(served: Sidecar, checkpoints: Path) -> None:
+    """The command is any program that runs an engine; its pool is named, since it cannot be seen what it loads."""
+    environ = engine_environment()
+    environ["PYTHONPATH"] = str(SITE)
+    script = [PYTHON, str(HERE / "engine.py"), json.dumps([{"model": str(checkpoints / MODEL), "tokens": 4}])]
+    done = command("parity", "--pool", served.paths.pool, "--timeout", "400", "--", *script, env=environ)
+    judged(done)
+
+
+@pytest.mark.skipif(not FULL, reason="BALLAST_TEST_VLLM_FULL is not set: four starts of a server take minutes")
+def test_parity_of_a_server(checkpoints: Path) -> None:
     environ = engine_environment(VLLM_ENABLE_V1_MULTIPROCESSING="1", VLLM_PLUGINS="")
     environ["PYTHONPATH"] = str(SITE)
     model = str(checkpoints / MODEL)
     done = command("parity", "--tokens", "8", "--timeout", "400", "--", VLLM, "serve", model, *SMALL, env=environ)
+    assert "3 answers equal" in judged(done)
+
+
+def judged(done: subprocess.CompletedProcess[str]) -> str:
+    """The last verdict, after all of them were found good."""
     lines = done.stdout.splitlines()
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     assert [line.split()[0] for line in lines] == ["disk", "checkpoint", "publishing", "attached"]
     assert "equal (loaded;" in lines[3]
+    return lines[3]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 import shutil
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,75 +22,73 @@ from tests.processes import ROOT, Sidecar
 
 MODEL = "qwen2"
 ATTACHED = "comes from memory as it was after loading"
+Answer = tuple[dict[str, Any], str]
 
 
-def states(paths: PoolPaths, sidecar: Sidecar) -> list[int]:
-    return [g.number for g in sidecar.catalog.generations if g.kind == ENGINE and g.state == READY]
+@dataclass
+class Served:
+    """A checkpoint of these tests' own, a sidecar that serves it, and an engine for jobs that need no process of their own."""
 
+    model: Path
+    paths: PoolPaths
+    sidecar: Sidecar
+    engine: Engine
+    disk: list[list[int]] = field(default_factory=list)  # the right tokens
 
-def adopted(paths: PoolPaths, sidecar: Sidecar, count: int) -> list[int]:
-    deadline = time.monotonic() + 30
-    while len(found := states(paths, sidecar)) < count:
-        assert time.monotonic() < deadline, sidecar.log
-        time.sleep(0.05)
-    return found
+    def start(self, **more: Any) -> Answer:
+        """One start of the engine: its answer, and its log."""
+        results, logs = self.engine.do({"model": str(self.model), **more})
+        return results[0], logs[0]
+
+    def states(self, count: int) -> list[int]:
+        """The generations of engine state, once there are so many."""
+        deadline = time.monotonic() + 30
+        while True:
+            found = [g.number for g in self.sidecar.catalog.generations if g.kind == ENGINE and g.state == READY]
+            if len(found) >= count:
+                return found
+            assert time.monotonic() < deadline, self.sidecar.log
+            time.sleep(0.05)
 
 
 @pytest.fixture(scope="module")
-def disk(checkpoints: Path) -> list[list[int]]:
-    """The right tokens."""
-    results, _ = run([{"model": str(checkpoints / MODEL)}])
-    tokens: list[list[int]] = results[0]["tokens"]
-    return tokens
-
-
-@pytest.fixture
-def served(checkpoints: Path, tmp_path: Path) -> Iterator[tuple[Path, PoolPaths, Sidecar]]:
-    """A checkpoint of the test's own, and a sidecar that serves it."""
-    model = tmp_path / MODEL
+def served(checkpoints: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    model = tmp_path_factory.mktemp("served") / MODEL
     shutil.copytree(checkpoints / MODEL, model)
     pool = f"t-vllm-{secrets.token_hex(4)}"
-    paths = PoolPaths(pool)
-    with Sidecar(pool, model) as sidecar:
-        sidecar.ready(MODEL)
-        yield model, paths, sidecar
-        sidecar.interrupt()
+    with Engine([], pool) as engine:
+        made = Served(model, PoolPaths(pool), Sidecar(pool, model), engine)
+        try:
+            made.sidecar.ready(MODEL)
+            made.disk = made.start(env={"BALLAST_MODE": "off"})[0]["tokens"]
+            result, log = made.start()
+            assert result["tokens"] == made.disk and ATTACHED not in log
+            made.states(1)
+            yield made
+            engine.finish()
+        finally:
+            made.sidecar.interrupt()
     assert not left_behind(pool)
 
 
-def test_killed_engines_and_engines_side_by_side(
-    served: tuple[Path, PoolPaths, Sidecar], disk: list[list[int]]
-) -> None:
-    model, paths, sidecar = served
-    hang = [{"model": str(model), "then": "hang"}]
-    with Engine(hang, paths.pool) as first:
-        assert first.ready()["tokens"] == disk
-        number = adopted(paths, sidecar, 1)[0]
-        first.kill()
-    with Engine(hang, paths.pool) as second:
-        assert second.ready()["tokens"] == disk
-        assert ATTACHED in second.log
-        held = [record for record in attachment.alive(paths) if record.generation == number]
-        assert [record.pid for record in held] == [second.process.pid]
-        results, logs = run([{"model": str(model)}, {"model": str(model), "reload": True}], paths.pool)
-        assert [result["tokens"] for result in results] == [disk, disk]
-        assert results[1]["reloaded"] == disk
-        assert all(ATTACHED in log for log in logs)
-        second.kill()
-    # A restarted sidecar takes the state over, without an engine and without the disk.
-    sidecar.kill()
-    with Sidecar(paths.pool, model) as successor:
-        successor.ready(MODEL)
-        results, logs = run([{"model": str(model)}], paths.pool)
-        assert results[0]["tokens"] == disk and ATTACHED in logs[0]
-        successor.interrupt()
+def test_killed_engines_and_engines_side_by_side(served: Served) -> None:
+    number = served.states(1)[0]
+    with Engine([{"model": str(served.model), "until": "/never"}], served.paths.pool) as killed:
+        assert killed.ready()["tokens"] == served.disk
+        assert ATTACHED in killed.log
+        held = [record for record in attachment.alive(served.paths) if record.generation == number]
+        assert killed.process.pid in [record.pid for record in held]
+        for reload in (False, True):
+            result, log = served.start(reload=reload)
+            assert result["tokens"] == served.disk and ATTACHED in log
+            assert not reload or result["reloaded"] == served.disk
+        killed.kill()
+    result, log = served.start()
+    assert result["tokens"] == served.disk and ATTACHED in log
 
 
-def test_the_plugin_alone_is_enough(
-    served: tuple[Path, PoolPaths, Sidecar], disk: list[list[int]], tmp_path: Path
-) -> None:
+def test_the_plugin_alone_is_enough(served: Served, tmp_path: Path) -> None:
     """Without the start-up hook: vLLM finds us among its plugins."""
-    model, paths, sidecar = served
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     group = "vllm.general_plugins"
     metadata = tmp_path / "site" / "ballast_plugin-1.dist-info"
@@ -98,18 +96,14 @@ def test_the_plugin_alone_is_enough(
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: ballast-plugin\nVersion: 1\n")
     lines = [f"{name} = {value}" for name, value in project["entry-points"][group].items()]
     (metadata / "entry_points.txt").write_text("\n".join([f"[{group}]", *lines]))
-    environ = {"PYTHONPATH": f"{tmp_path / 'site'}:{ROOT}"}
-    results, logs = run([{"model": str(model)}], paths.pool, **environ)
-    assert results[0]["tokens"] == disk
-    adopted(paths, sidecar, 1)
-    results, logs = run([{"model": str(model)}], paths.pool, **environ)
-    assert results[0]["tokens"] == disk and ATTACHED in logs[0]
+    results, logs = run([{"model": str(served.model)}], served.paths.pool, PYTHONPATH=f"{tmp_path / 'site'}:{ROOT}")
+    assert results[0]["tokens"] == served.disk and ATTACHED in logs[0]
 
 
 SABOTAGE = {
     # where it raises -> what the log must say
     "engine_shim.hooks.vllm:key": "the state of",
-    "engine_shim.state:find": "the state of",
+    "engine_shim.state:find": "",  # the same sentence again, which is said once in a process
     "engine_shim.state:Found.bind": "is not used: RuntimeError: sabotage",
     "engine_shim.state:Found.check_final": "is not used: RuntimeError: sabotage",
     "engine_shim.state:Keeper.move": "is not published: sabotage",
@@ -119,99 +113,102 @@ SABOTAGE = {
 }
 
 
-def test_faults_of_ours_leave_a_working_engine(
-    served: tuple[Path, PoolPaths, Sidecar], disk: list[list[int]]
-) -> None:
-    model, paths, sidecar = served
-    run([{"model": str(model)}], paths.pool)
-    adopted(paths, sidecar, 1)
-    jobs: list[dict[str, Any]] = []
-    for place in SABOTAGE:
-        environ = {"BALLAST_STATE": "0"} if "Keeper" in place or "Publication" in place else {"BALLAST_PUBLISH": "0"}
-        jobs.append({"model": str(model), "sabotage": place, "env": environ})
-    results, logs = run(jobs, paths.pool)
-    for (place, line), result, log in zip(SABOTAGE.items(), results, logs, strict=True):
-        assert result["tokens"] == disk, place
-        assert line in log and "sabotage" in log, f"{place}: {log[-3000:]}"
+@pytest.mark.parametrize("place", SABOTAGE)
+def test_a_fault_of_ours_leaves_a_working_engine(served: Served, place: str) -> None:
+    off = "BALLAST_STATE" if "Keeper" in place or "Publication" in place else "BALLAST_PUBLISH"
+    result, log = served.start(sabotage=place, env={off: "0"})
+    assert result["tokens"] == served.disk
+    assert SABOTAGE[place] in log and "sabotage" in log, log[-3000:]
+    assert ATTACHED not in log
 
 
-def test_with_require_a_fault_of_ours_ends_the_start(
-    served: tuple[Path, PoolPaths, Sidecar], disk: list[list[int]]
-) -> None:
-    model, paths, sidecar = served
-    run([{"model": str(model)}], paths.pool)
-    adopted(paths, sidecar, 1)
+def test_with_require_a_fault_of_ours_ends_the_start(served: Served) -> None:
     require = {"BALLAST_MODE": "require"}
-    jobs: list[dict[str, Any]] = [
-        {"model": str(model), "env": require},
-        {"model": str(model), "env": require, "sabotage": "engine_shim.state:Found.check_final", "fails": True},
-        {"model": str(model), "env": {**require, "BALLAST_STATE": "0"}},
-    ]
-    results, logs = run(jobs, paths.pool)
-    assert results[0]["tokens"] == disk and ATTACHED in logs[0]
-    assert "BALLAST_MODE=require" in results[1]["error"], results[1]
-    assert results[2]["tokens"] == disk, "the checkpoint's tensors from memory are Ballast as well"
+    result, log = served.start(env=require)
+    assert result["tokens"] == served.disk and ATTACHED in log
+    result, _ = served.start(env=require, sabotage="engine_shim.state:Found.check_final", fails=True)
+    assert "BALLAST_MODE=require" in result["error"]
+    result, _ = served.start(env={**require, "BALLAST_STATE": "0"})
+    assert result["tokens"] == served.disk, "the checkpoint's tensors from memory are Ballast as well"
 
 
-def test_what_is_damaged_or_other_is_not_used(served: tuple[Path, PoolPaths, Sidecar], disk: list[list[int]]) -> None:
-    model, paths, sidecar = served
-    run([{"model": str(model)}], paths.pool)
-    number = adopted(paths, sidecar, 1)[0]
-    segment = paths.segment(number, 0)
+def replace(path: Path, data: bytes) -> None:
+    path.unlink()
+    path.write_bytes(data)
+    path.chmod(0o400)
+
+
+QUIET = {"BALLAST_PUBLISH": "0"}
+
+
+def test_a_damaged_segment_is_not_used(served: Served) -> None:
+    segment = served.paths.segment(served.states(1)[0], 0)
     whole = segment.read_bytes()
-    contents = paths.manifest(number).read_bytes()
-
-    def replace(path: Path, data: bytes) -> None:
-        path.unlink()
-        path.write_bytes(data)
-        path.chmod(0o400)
-
-    quiet = {"BALLAST_PUBLISH": "0"}
     replace(segment, whole[: len(whole) // 2])
-    results, logs = run([{"model": str(model), "env": quiet}], paths.pool)
-    assert results[0]["tokens"] == disk and ATTACHED not in logs[0]
-    assert "is shorter than its manifest says" in logs[0], logs[0][-3000:]
-    replace(segment, whole)
+    try:
+        result, log = served.start(env=QUIET)
+    finally:
+        replace(segment, whole)
+    assert result["tokens"] == served.disk and ATTACHED not in log
+    assert "is shorter than its manifest says" in log, log[-3000:]
 
+
+def test_a_newer_manifest_is_not_used(served: Served) -> None:
+    path = served.paths.manifest(served.states(1)[0])
+    contents = path.read_bytes()
     newer = bytearray(contents)
     newer[8] = manifest.FORMAT + 1
-    replace(paths.manifest(number), bytes(newer))
-    results, logs = run([{"model": str(model), "env": quiet}], paths.pool)
-    assert results[0]["tokens"] == disk and ATTACHED not in logs[0]
-    assert "has format 2 and this Ballast reads format 1" in logs[0], logs[0][-3000:]
-    replace(paths.manifest(number), contents)
+    replace(path, bytes(newer))
+    try:
+        result, log = served.start(env=QUIET)
+    finally:
+        replace(path, contents)
+    assert result["tokens"] == served.disk and ATTACHED not in log
+    assert f"has format {manifest.FORMAT + 1} and this Ballast reads format {manifest.FORMAT}" in log, log[-3000:]
 
-    # A fine-tune at the same place: the same names, sizes and headers. And other configurations of the same.
-    shard = sorted(model.glob("*.safetensors"))[0]
+
+@pytest.mark.parametrize("args", [{"dtype": "float32"}, {"hf_overrides": {"rms_norm_eps": 0.01}}], ids=["dtype", "config"])
+def test_the_state_of_another_configuration_is_not_used(served: Served, args: dict[str, Any]) -> None:
+    result, log = served.start(args=args, env=QUIET)
+    assert "holds no state of" in log and "the nearest one differs in" in log, log[-3000:]
+    right, _ = served.start(args=args, env={"BALLAST_MODE": "off"})
+    assert result["tokens"] == right["tokens"] != served.disk
+
+
+def test_without_packing_everything_runs_on_the_shared_bytes(served: Served) -> None:
+    plain = {"BALLAST_VLLM_ZERO_COPY": "1"}
+    first, _ = served.start(env={**plain, **QUIET, "BALLAST_STATE": "0"})
+    result, log = served.start(env=plain)
+    assert result["tokens"] == first["tokens"]
+    assert ATTACHED in log and "used where it lies, without packing" in log
+    packed, log = served.start()
+    assert packed["tokens"] == served.disk and ATTACHED in log, "one state serves engines with and without packing"
+
+
+def test_without_a_sidecar_and_with_one_that_is_back(served: Served) -> None:
+    """What is in memory serves without a sidecar, and a restarted one takes it over."""
+    served.sidecar.kill()
+    result, log = served.start(env=QUIET)
+    assert result["tokens"] == served.disk and ATTACHED in log
+    result, log = served.start(env={"BALLAST_STATE": "0", "BALLAST_WAIT": "0"})
+    assert result["tokens"] == served.disk and "is not published" in log
+    nowhere, log = served.start(env={"BALLAST_POOL": f"none-{secrets.token_hex(4)}", "BALLAST_WAIT": "0"})
+    assert nowhere["tokens"] == served.disk and ATTACHED not in log
+    served.sidecar = Sidecar(served.paths.pool, served.model)
+    served.sidecar.ready(MODEL)
+    result, log = served.start()
+    assert result["tokens"] == served.disk and ATTACHED in log
+
+
+def test_a_fine_tune_at_the_same_place_is_not_mistaken(served: Served) -> None:
+    """The same names, sizes and headers; other weights. Last, since it changes the checkpoint of these tests."""
+    shard = sorted(served.model.glob("*.safetensors"))[0]
     data = bytearray(shard.read_bytes())
     for index in range(len(data) - 20001, len(data), 2):
         data[index] ^= 0x10
-    jobs: list[dict[str, Any]] = [
-        {"model": str(model), "args": {"dtype": "float32"}, "env": quiet},
-        {"model": str(model), "args": {"hf_overrides": {"rms_norm_eps": 0.01}}, "env": quiet},
-    ]
-    results, logs = run(jobs, paths.pool)
-    right, _ = run([{key: value for key, value in job.items() if key != "env"} for job in jobs])
-    for result, there, log in zip(results, right, logs, strict=True):
-        assert result["tokens"] == there["tokens"]
-        assert "holds no state of" in log and "the nearest one differs in" in log, log[-3000:]
     shard.unlink()
     shard.write_bytes(data)
-    tuned, logs = run([{"model": str(model), "env": {**quiet, "BALLAST_WAIT": "0"}}], paths.pool)
-    there, _ = run([{"model": str(model)}])
-    assert tuned[0]["tokens"] == there[0]["tokens"] != disk
-    assert ATTACHED not in logs[0]
-
-
-def test_without_packing_everything_runs_on_the_shared_bytes(served: tuple[Path, PoolPaths, Sidecar]) -> None:
-    model, paths, sidecar = served
-    environ = {"BALLAST_VLLM_ZERO_COPY": "1"}
-    jobs: list[dict[str, Any]] = [{"model": str(model), "env": environ}]
-    first, _ = run(jobs, paths.pool)
-    adopted(paths, sidecar, 1)
-    jobs = [{"model": str(model), "env": environ}, {"model": str(model)}]
-    results, logs = run(jobs, paths.pool)
-    assert results[0]["tokens"] == first[0]["tokens"]
-    assert "used where it lies, without packing" in logs[0]
-    assert ATTACHED in logs[1], "what was captured before packing serves an engine that packs as well"
-    assert json.dumps(results[1]["tokens"])
+    tuned, log = served.start(env={**QUIET, "BALLAST_WAIT": "0"})
+    right, _ = served.start(env={"BALLAST_MODE": "off"})
+    assert tuned["tokens"] == right["tokens"] != served.disk
+    assert ATTACHED not in log

@@ -1,0 +1,225 @@
+"""A real vLLM's weight stage: attached, against the disk, the page cache and a copy in tmpfs; and what publishing costs.
+
+vLLM runs in an environment of its own, whose interpreter BALLAST_TEST_VLLM_PYTHON names (`make test-vllm` makes one).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+from bench import pagecache
+from bench.measure import Row, Section, interleave, mib, ratio, say, seconds
+from bench.processes import MODEL, ROOT, SITE, Served, settle, sidecar
+from engine_shim.handoff import catalog
+from engine_shim.handoff.catalog import ControlPage
+
+PROGRAM = Path(__file__).with_name("vllm_engine.py")
+SIZE = 2_300_000_000
+ENGINES = 3
+_TIMEOUT = 600.0
+
+
+def interpreter() -> str:
+    found = os.environ.get("BALLAST_TEST_VLLM_PYTHON") or str(ROOT / ".venv-vllm" / "bin" / "python")
+    if not Path(found).exists():
+        raise SystemExit(f"{found} is not there: run 'make test-vllm', or name an interpreter in BALLAST_TEST_VLLM_PYTHON")
+    return found
+
+
+def environment(pool: str | None, **more: str) -> dict[str, str]:
+    clean = {key: value for key, value in os.environ.items() if not key.startswith(("BALLAST_", "PYTHON", "VLLM_"))}
+    clean |= {
+        "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "VLLM_CPU_CI_ENV": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "PYTHONPATH": os.pathsep.join((str(SITE), str(ROOT))), "BENCH_LAUNCHED": str(time.monotonic()),
+    }  # fmt: skip
+    if pool:
+        clean |= {"BALLAST_POOL": pool, "BALLAST_MODE": "require", "BALLAST_LOG": "INFO"}
+    return clean | more
+
+
+@contextmanager
+def _engine(folder: Path, pool: str | None, hang: bool, **more: str) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
+    """A started engine and what it told. It stays until the end of the block if it is to `hang`."""
+    process = subprocess.Popen(
+        [interpreter(), str(PROGRAM), "start", str(folder), *(["hang"] if hang else [])], env=environment(pool, **more),
+        cwd="/", text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    log: list[str] = []
+    try:
+        assert process.stdout is not None
+        for line in process.stdout:
+            log.append(line)
+            if line.startswith("MEASURED "):
+                yield process, {**json.loads(line[len("MEASURED ") :]), "log": "".join(log)}
+                return
+        raise SystemExit(f"vLLM ended before it answered: {''.join(log)[-4000:]}")
+    finally:
+        rest: IO[str] | None = process.stdin
+        if rest is not None:
+            rest.close()
+        try:
+            process.wait(_TIMEOUT if not hang else 30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _start(folder: Path, pool: str | None = None, **more: str) -> dict[str, Any]:
+    with _engine(folder, pool, hang=False, **more) as (_, told):
+        pass
+    return told
+
+
+def _checkpoint(cache: Path) -> Path:
+    folder = cache / f"vllm-{SIZE}"
+    if not (folder / "config.json").exists():
+        building = folder.with_name(f"{folder.name}.tmp")
+        shutil.rmtree(building, ignore_errors=True)
+        cache.mkdir(parents=True, exist_ok=True)
+        command = [interpreter(), str(PROGRAM), "make", str(building), str(SIZE)]
+        subprocess.run(command, env=environment(None), cwd="/", check=True)
+        building.rename(folder)
+    return folder
+
+
+ATTACHED = "comes from memory as it was after loading"
+
+
+def vllm(cache: Path, scratch: Path, repeats: int) -> Section:
+    folder = _checkpoint(cache)
+    files = sorted(folder.glob("*.safetensors"))
+    nbytes = sum(file.stat().st_size for file in files)
+    copy = scratch / "vllm"
+    section = Section(
+        "A real vLLM's start",
+        [
+            f"vLLM on the CPU, one process, a Llama of {nbytes / 1e9:.2f} GB in bfloat16. *Weight stage*: all between the "
+            "built model and one that is ready to run (reading or attaching, and post-processing, which packs Linear weights into "
+            "private copies unless they are used where they lie). *First token*: from the start of the process, most of which "
+            "is imports. All starts give the same tokens as the same kernels from disk."
+        ],
+        ["start", "weight stage", "to the first token"],
+    )
+    zero_copy = {"BALLAST_VLLM_ZERO_COPY": "1"}
+    tokens: dict[str, list[int]] = {}
+
+    def measured(kernels: str, told: dict[str, Any], attached: bool | None = None) -> dict[str, float]:
+        if attached is not None and (ATTACHED in told["log"]) != attached:
+            raise SystemExit(f"this start was to {'attach' if attached else 'load'}: {told['log'][-3000:]}")
+        if tokens.setdefault(kernels, told["tokens"]) != told["tokens"]:
+            raise SystemExit(f"other tokens than from disk: {told['tokens']} instead of {tokens[kernels]}")
+        return {name: told[name] for name in ("stage", "first token")}
+
+    with sidecar(folder) as served, ExitStack() as stack:
+        shutil.copytree(folder, copy)
+        stack.callback(shutil.rmtree, copy)
+        pool = served.pool
+        named = {"BALLAST_MODEL": MODEL}
+        _start(folder, pool, **named)
+        _adopted(served)
+        rows = [
+            Row("disk, cold", lambda: measured("packed", _start(folder)), lambda: pagecache.evict(files)),
+            Row("disk, warm", lambda: measured("packed", _start(folder)), lambda: pagecache.warm(files)),
+            Row("a copy in tmpfs", lambda: measured("packed", _start(copy))),
+            Row("attached, packing", lambda: measured("packed", _start(folder, pool, **named), True)),
+            Row("attached, zero-copy", lambda: measured("plain", _start(folder, pool, **named, **zero_copy), True)),
+        ]
+        samples = interleave(rows, repeats)
+        shutil.rmtree(copy)
+        off = {**named, "BALLAST_STATE": "0"}
+        settle(2 * nbytes)
+        publishing = interleave(
+            [
+                Row(
+                    "first start, not publishing",
+                    lambda: measured("packed", _start(folder, pool, **off, BALLAST_PUBLISH="0"), False),
+                    lambda: _settled(served),
+                ),
+                Row(
+                    "first start, publishing",
+                    lambda: measured("packed", _start(folder, pool, **off), False),
+                    lambda: _settled(served),
+                ),
+            ],
+            repeats,
+        )
+        for table in (samples, publishing):
+            for label in table.rows:
+                section.table.append(
+                    [label, seconds(table.values(label, "stage")), seconds(table.values(label, "first token"))]
+                )
+                section.samples[label] = table.rows[label]
+        fast, packed = samples.values("attached, zero-copy", "stage"), samples.values("attached, packing", "stage")
+        for label, target in (("disk, cold", 100), ("disk, warm", 10), ("a copy in tmpfs", None)):
+            slow = samples.values(label, "stage")
+            section.ratios.append(ratio(f"weight stage: {label} / attached, zero-copy", slow, fast, target))
+            section.ratios.append(ratio(f"weight stage: {label} / attached, packing", slow, packed))
+        with_, without = (publishing.values(f"first start, {w}", "first token") for w in ("publishing", "not publishing"))
+        section.ratios.append(ratio("first token: publishing / not publishing", with_, without, at_most=1.05))
+        section.facts = _memory(folder, served, {**named, **zero_copy})
+    for label, value in section.facts.items():
+        section.notes.append(f"{label}: {value}.")
+    return section
+
+
+def _states(served: Served) -> list[catalog.Generation]:
+    page = ControlPage.open(served.paths)
+    try:
+        found = page.read().generations
+    finally:
+        page.close()
+    return [generation for generation in found if generation.kind == catalog.ENGINE]
+
+
+def _adopted(served: Served) -> None:
+    deadline = time.monotonic() + 120
+    while not any(generation.state == catalog.READY for generation in _states(served)):
+        if time.monotonic() > deadline:
+            raise SystemExit("the sidecar did not adopt the engine's state")
+        time.sleep(0.2)
+
+
+def _settled(served: Served) -> None:
+    """Waits until what an earlier start published is in service and what it replaced is gone."""
+    deadline = time.monotonic() + 120
+
+    def busy() -> bool:
+        pending = any(name.kind == "publication" for name in served.paths.objects())
+        return pending or [generation.state for generation in _states(served)] != [catalog.READY]
+
+    while busy():
+        if time.monotonic() > deadline:
+            raise SystemExit("the pool does not come to rest")
+        time.sleep(0.2)
+
+
+def _memory(folder: Path, served: Served, more: dict[str, str]) -> dict[str, Any]:
+    """What several engines at once have of the shared bytes, from /proc/PID/smaps."""
+    with ExitStack() as stack:
+        found = [stack.enter_context(_engine(folder, served.pool, True, **more))[0].pid for _ in range(ENGINES)]
+        maps = [_shared_maps(pid) for pid in found]
+    say(f"  {ENGINES} engines: {maps}")
+    rows = ", ".join(f"{mib(row['Rss'])} resident ({mib(row['Pss'])} its share, {mib(row['Private'])} private)" for row in maps)
+    together = sum(row["Pss"] for row in maps)
+    return {f"Maps of the pool in {ENGINES} engines at once (zero-copy)": f"{rows}; together {mib(together)} of memory"}
+
+
+def _shared_maps(pid: int) -> dict[str, int]:
+    total = {"Rss": 0, "Pss": 0, "Private": 0}
+    inside = False
+    for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
+        words = line.split()
+        if not words[0].endswith(":"):
+            inside = len(words) > 5 and "/ballast-" in words[5]
+        elif inside and words[0] in ("Rss:", "Pss:", "Private_Dirty:"):
+            total[words[0].rstrip(":").split("_")[0]] += int(words[1]) * 1024
+    return total
