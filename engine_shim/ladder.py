@@ -201,8 +201,9 @@ class Pool:
                 if now is None or now.state not in (catalog.READY, catalog.LOADING):
                     raise NotFound(f"generation {generation.number} of {generation.model!r} was retired just now")
                 segments = Segments(
-                    lambda index: self.paths.segment(generation.number, index), contents.segments, on_map=lease.hold
-                )
+                    lambda index: self.paths.segment(generation.number, index), contents.segments, on_map=lease.hold,
+                    inodes=contents.inodes,
+                )  # fmt: skip
                 lease.hold(segments)
                 for index in range(len(contents.segments)) if wanted is None else wanted:
                     segments[index]

@@ -13,9 +13,8 @@ from typing import Any, Callable, Iterator, Mapping, Optional, Sequence
 
 import torch
 
-from engine_shim.handoff import maps, posix
-from engine_shim.handoff.errors import Damaged
-from engine_shim.handoff.manifest import Manifest, Tensor
+from engine_shim.handoff import maps
+from engine_shim.handoff.manifest import Manifest, Tensor, open_segment
 from engine_shim.handoff.manifest import Shard as ShardRow
 
 _TORCH = {
@@ -33,12 +32,10 @@ DTYPES: dict[str, torch.dtype] = {
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
-def map_segment(path: Path, size: int) -> maps.Buffer:
+def map_segment(path: Path, size: int, inode: Optional[int] = None) -> maps.Buffer:
     """The first `size` bytes of a segment, private and writable. Raises NotFound, Foreign or Damaged."""
-    fd = posix.open_existing(path)
+    fd = open_segment(path, size, inode)
     try:
-        if os.fstat(fd).st_size < size:
-            raise Damaged(f"{path} is shorter than its manifest says: restart the sidecar to have it loaded again")
         return maps.private(fd, size)
     finally:
         os.close(fd)
@@ -74,17 +71,23 @@ class Segments:
     """The segments of one opened generation, mapped when first needed. `on_map` is told of every new map."""
 
     def __init__(
-        self, path_of: Callable[[int], Path], sizes: Sequence[int], on_map: Callable[[maps.Buffer], Any] = lambda _: None
+        self,
+        path_of: Callable[[int], Path],
+        sizes: Sequence[int],
+        on_map: Callable[[maps.Buffer], Any] = lambda _: None,
+        inodes: Sequence[int] = (),
     ) -> None:
         self._path_of = path_of
         self._sizes = sizes
+        self._inodes = inodes
         self._on_map = on_map
         self._maps: dict[int, maps.Buffer] = {}
 
     def __getitem__(self, index: int) -> maps.Buffer:
         found = self._maps.get(index)
         if found is None:
-            found = self._maps[index] = map_segment(self._path_of(index), self._sizes[index])
+            inode = self._inodes[index] if self._inodes else None
+            found = self._maps[index] = map_segment(self._path_of(index), self._sizes[index], inode)
             self._on_map(found)
         return found
 

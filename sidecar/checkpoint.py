@@ -52,6 +52,14 @@ PLAIN_STEMS = ("model", "diffusion_pytorch_model")
 INDEX = re.compile(r"(?P<stem>.+)\.safetensors\.index(?:\.[^.]+)?\.json\Z")
 VARIANT = re.compile(rf"(?P<stem>{'|'.join(PLAIN_STEMS)})\.[^.]+\Z")
 
+# One of several files, by its name alone: where no index says so, the name says how many there are.
+NUMBERED = re.compile(r"(?P<stem>.+)-(?P<number>[0-9]{5})-of-(?P<count>[0-9]{5})\.safetensors\Z")
+
+# What downloaders keep beside a file that they write in place, and what they call one that is not whole yet.
+IN_PLACE = (".aria2", ".st")  # aria2, axel
+UNFINISHED = (".incomplete", ".part", ".partial", ".crdownload", ".download")
+LATER = "it is loaded when the download is finished (if none is running, start it again)"
+
 # Small files beside the weights that say what the weights mean; tokenizers and generation settings do not.
 CONFIGS = (
     "config.json",
@@ -264,9 +272,24 @@ def _part(root: Path, component: str, index: str | None = None) -> _Part:
         weight_map = None
         served = tuple(name for name in files if not _is_variant(name.removesuffix(".safetensors"), files))
         why = "a variant that engines read only if asked for"
+        _refuse_unfinished(folder, names, served)
     extra = sorted(set(files).difference(served))
     note = f"{_show(folder)} also holds {_some(extra)}, {why}; give the file itself to serve it from memory"
     return _Part(component, served, index, weight_map, (note,) if extra else ())
+
+
+def _refuse_unfinished(folder: Path, names: list[str], served: Iterable[str]) -> None:
+    """Without an index: refuse files that are, by their names, not all of the model's yet."""
+    for name in names:
+        stem, suffix = os.path.splitext(name)
+        if suffix in UNFINISHED and stem.endswith(".safetensors") and stem not in names:
+            raise CheckpointError(f"{_show(folder / name)} is not downloaded to the end; {LATER}")
+    series = Counter((found["stem"], found["count"]) for found in map(NUMBERED.match, served) if found)
+    for (stem, count), present in series.items():  # some count from 0
+        if present < int(count):
+            raise CheckpointError(
+                f"{_show(folder)} holds {present} of {int(count)} files called {_quote(stem)}-…-of-{count}.safetensors; {LATER}"
+            )
 
 
 def _choose_index(folder: Path, names: list[str]) -> str | None:
@@ -329,6 +352,9 @@ def _read_part(root: Path, part: _Part) -> list[Shard]:
                 f"{_show(root / part.component / part.index)} names {_quote(file)}, which is missing; "
                 "finish the download, or restore the file"
             )
+        for mark in IN_PLACE:
+            if os.path.lexists(f"{path}{mark}"):
+                raise CheckpointError(f"{_show(path)} is being written by a downloader ({_quote(file + mark)}); {LATER}")
         shards.append(read_header(path, prefix + file, part.component))
     where: dict[str, str] = {}
     for file, shard in zip(part.files, shards, strict=True):

@@ -176,6 +176,18 @@ def serve(
             help="What becomes of the pool when the sidecar stops. Default: SIGTERM keeps it, SIGINT (Ctrl-C) removes it.",
         ),
     ] = None,
+    max_bytes: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            show_default=False,
+            help="What the pool may take of memory, like 40G. Models that nobody uses go when another is asked for.",
+        ),
+    ] = None,
+    pin: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", show_default=False, help="A model that stays in memory whatever else is asked for."),
+    ] = None,
 ) -> int:
     """Load checkpoints into shared memory and keep them there: the sidecar.
 
@@ -184,20 +196,44 @@ def serve(
     Stays in the foreground until it is stopped.
     """
     from sidecar import progress
+    from sidecar.budget import Budget, parse_size
     from sidecar.serve import Sidecar, name_models
 
     paths = _paths(pool, directory)
     models = name_models(checkpoints, name or [])
+    for strange in sorted(set(pin or ()) - {model.name for model in models}):
+        held = ", ".join(model.name for model in models)
+        raise NameRefused(f"--pin {strange}: this sidecar serves no such model but {held}")
+    budget = Budget(None if max_bytes is None else parse_size(max_bytes), pin or ())
     on = None if on_exit is None else on_exit.value
     if not progress.is_terminal():
-        return Sidecar(paths, models, on, progress.Lines()).run()
+        return Sidecar(paths, models, on, progress.Lines(), budget).run()
     console = _console(stderr=True)
     bars = progress.Bars(console)
     _log_to(progress.BarsHandler(console))
     try:
-        return Sidecar(paths, models, on, bars).run()
+        return Sidecar(paths, models, on, bars, budget).run()
     finally:
         bars.close()
+
+
+@app.command(
+    epilog="""\
+After an update that turned out bad: ballast rollback llama
+
+The same again goes forward. Programs that open files by path get what those files hold: put the older ones back as well.
+
+Exit codes: 1 there is no older generation, 3 no sidecar answers."""
+)
+def rollback(name: OneModel, pool: Pool = DEFAULT_POOL, directory: Dir = Path(DEFAULT_DIR)) -> int:
+    """Serve what the previous generation of a model holds; it stays so until its files change again.
+
+    Copies nothing. Engines that are attached keep what they have; new ones that ask for the model by name get the older one.
+    """
+    from engine_shim.handoff import request
+
+    print(request.ask(_paths(pool, directory), request.ROLLBACK, name))
+    return DONE
 
 
 # Engines --------------------------------------------------------------------------------------------------------------

@@ -13,12 +13,12 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine_shim.handoff import attachment, catalog, manifest, posix, publication, semaphores
+from engine_shim.handoff import attachment, catalog, manifest, posix, publication, request, semaphores
 from engine_shim.handoff.catalog import Catalog, ControlPage, Generation
 from engine_shim.handoff.errors import Busy, Damaged, Foreign, HandoffError, NotFound
 from engine_shim.handoff.manifest import Manifest
@@ -62,13 +62,14 @@ class PoolWriter:
             if isinstance(error, Damaged):
                 log.warning("%s; starting with an empty pool", error)
             previous = Catalog(boot="")
+        self.admit: Callable[[Manifest], None] = lambda contents: None  # raises what forbids a publication to come in
         self._next_progress = 0.0
         self._foreign: set[Path] = set()
         self.unfinished: list[int] = []
         # Numbers are not used twice, whatever happened to the catalog; one that nobody could have reached is a stranger's.
         highest = max((n.generation for n in paths.objects() if n.generation and n.generation < _REACHABLE), default=0)
         self.catalog = dataclasses.replace(
-            previous, boot=secrets.token_hex(16), next=max(previous.next, highest + 1)
+            previous, boot=secrets.token_hex(16), next=max(previous.next, highest + 1), pool=paths.pool
         )
 
     # Reading
@@ -113,12 +114,13 @@ class PoolWriter:
         if (contents.generation, contents.model, contents.complete) != (generation.number, generation.model, True):
             raise Damaged(f"{path} is the manifest of something else")
         for index, size in enumerate(contents.segments):
-            self._check_segment(self.paths.segment(generation.number, index), size)
+            inode = contents.inodes[index] if contents.inodes else None
+            self._check_segment(self.paths.segment(generation.number, index), size, inode)
         return contents
 
     @staticmethod
-    def _check_segment(path: Path, size: int) -> None:
-        fd = posix.open_existing(path)
+    def _check_segment(path: Path, size: int, inode: int | None = None) -> None:
+        fd = manifest.open_segment(path, size, inode)
         try:
             status = os.fstat(fd)
         finally:
@@ -141,6 +143,8 @@ class PoolWriter:
                     gone = name.generation not in listed or (name.tmp and name.generation not in building)
                 elif name.kind == "ctl":
                     gone = name.tmp
+                elif name.kind in ("request", "answer"):
+                    gone = request.abandoned(self.paths, path)
                 elif name.kind == "publication":
                     base = ".".join(name.file.split(".")[:3])  # ballast-<pool>.in.<id>
                     gone = (name.tmp or base not in whole) and publication.alive(path) is False
@@ -197,11 +201,17 @@ class PoolWriter:
             generation = self.catalog.get(contents.generation)
             if generation is None:
                 raise NotFound(f"generation {contents.generation} was dropped while it was being loaded")
-            manifest.write(dataclasses.replace(contents, complete=True), self.paths.manifest(contents.generation))
+            whole = dataclasses.replace(contents, complete=True, inodes=self._inodes(contents))
+            manifest.write(whole, self.paths.manifest(contents.generation))
+            if generation.kind == catalog.CHECKPOINT:
+                content = whole.content
+            else:  # of the files that are served now: once they are not any more, the state goes with them
+                newest = self.ready(generation.model)
+                content = newest[0].content if newest else ""
             self._write(
                 self.catalog.with_generation(
                     dataclasses.replace(
-                        generation, state=catalog.READY, done=generation.total, shards="", since=time.time()
+                        generation, state=catalog.READY, done=generation.total, shards="", since=time.time(), content=content
                     )
                 )
             )
@@ -210,20 +220,50 @@ class PoolWriter:
             for old in same[1 if generation.kind == catalog.ENGINE else KEPT :]:
                 self.retire(old.number)
 
+    def _inodes(self, contents: Manifest) -> tuple[int, ...]:
+        paths = [self.paths.segment(contents.generation, index) for index in range(len(contents.segments))]
+        return tuple(posix.status(path).st_ino for path in paths)
+
+    def again(self, number: int, over: int = 0) -> Generation:
+        """Publishes once more, as the newest, what a ready generation holds: its segments under new names, not copied.
+
+        `over` is the generation that is rolled back from. Raises NotFound and others if the old one is not whole.
+        """
+        with self._lock:
+            old = self.catalog.get(number)
+            if old is None or old.state != catalog.READY:
+                raise NotFound(f"generation {number} is not there any more: see 'ballast status'")
+            contents = self._check(old)
+            new = self.catalog.next
+            self._write(dataclasses.replace(self.catalog, next=new + 1))
+            # Until the catalog lists them, these are swept if we die.
+            for index in range(len(contents.segments)):
+                if not posix.link_new(self.paths.segment(number, index), self.paths.segment(new, index)):
+                    raise Damaged(f"{self.paths.segment(new, index)} is in the way: remove it")
+            manifest.write(dataclasses.replace(contents, generation=new), self.paths.manifest(new))
+            made = dataclasses.replace(old, number=new, since=time.time(), over=over)
+            self._write(self.catalog.with_generation(made))
+            for surplus in [g for g in self.ready(old.model, old.kind) if g.key == old.key][KEPT:]:
+                self.retire(surplus.number)
+            return made
+
     def amend(self, contents: Manifest) -> None:
         """Replaces a ready generation's manifest by one that differs in what is not its table of tensors."""
         with self._lock:
             manifest.write(contents, self.paths.manifest(contents.generation))
             self._write(self.catalog)
 
-    def fail(self, model: str, reason: str, number: int | None = None, kind: str = catalog.CHECKPOINT) -> None:
+    def fail(
+        self, model: str, reason: str, number: int | None = None, kind: str = catalog.CHECKPOINT, evicted: bool = False
+    ) -> None:
         """Writes down why a model could not be had, in place of its generation where it had one already."""
         with self._lock:
             kept = self.catalog
             for old in kept.of_model(model, catalog.FAILED):
-                kept = kept.without(old.number)
+                if old.kind == kind:
+                    kept = kept.without(old.number)
             number = self.catalog.next if number is None else number
-            failed = Generation(number, model, kind, catalog.FAILED, reason=reason[:2000], since=time.time())
+            failed = Generation(number, model, kind, catalog.FAILED, reason=reason[:2000], since=time.time(), evicted=evicted)
             self._write(kept.with_generation(failed))
             self._remove_objects(number)
 
@@ -246,13 +286,22 @@ class PoolWriter:
             self._write(self.catalog.without(number))
             self._remove_objects(number)
 
-    def retire(self, number: int) -> None:
+    def retire(self, number: int, reason: str = "") -> None:
         """Takes a generation out of service. It is freed by `collect` once no attachment to it is alive."""
         with self._lock:
             generation = self.catalog.get(number)
             if generation is not None and generation.state != catalog.RETIRED:
-                retired = dataclasses.replace(generation, state=catalog.RETIRED, since=time.time())
+                retired = dataclasses.replace(generation, state=catalog.RETIRED, since=time.time(), reason=reason[:2000])
                 self._write(self.catalog.with_generation(retired))
+
+    def retire_outlived(self, model: str) -> None:
+        """Takes engines' states out of service that belong to a content of the model's files that is not kept any more."""
+        kept = {generation.content for generation in self.ready(model)}
+        for state in self.ready(model, catalog.ENGINE):
+            if state.content and state.content not in kept:
+                what = "the state of %s, generation %d, belongs to weights that were replaced, and is retired"
+                log.info(what, model, state.number)
+                self.retire(state.number)
 
     def held(self) -> set[int]:
         """The generations that a living engine is attached to; all of them while there is a record that cannot be read."""
@@ -294,6 +343,7 @@ class PoolWriter:
                 raise Damaged(f"{path.name} is not a publication of an engine's state")
             for index, size in enumerate(contents.segments):
                 self._check_segment(self.paths.publication_segment(identifier, index), size)
+            self.admit(contents)
             contents = self.begin(contents)
             number = contents.generation
             for index in range(len(contents.segments)):
@@ -418,7 +468,8 @@ def recompute(paths: PoolPaths, contents: Manifest) -> dict[int, str]:
     buffers = threading.local()
     for segment, rows in by_segment.items():
         path = paths.segment(contents.generation, segment)
-        fd = posix.open_existing(path)
+        inode = contents.inodes[segment] if contents.inodes else None
+        fd = manifest.open_segment(path, contents.segments[segment], inode)
         try:
             runs = [(contents.tensors[index].offset, contents.tensors[index].nbytes) for index in rows]
             found.update(zip(rows, loader.segment_digests(fd, runs, path, buffers), strict=True))

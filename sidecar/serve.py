@@ -19,13 +19,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
-from engine_shim.handoff import catalog, identity, manifest, posix
-from engine_shim.handoff.errors import HandoffError, NameRefused
+from engine_shim.handoff import catalog, identity, posix, request
+from engine_shim.handoff.catalog import Generation
+from engine_shim.handoff.errors import Busy, HandoffError, NameRefused, NotFound
 from engine_shim.handoff.identity import FileIdentity, Stat
 from engine_shim.handoff.manifest import Manifest, Shard, Tensor
 from engine_shim.handoff.names import PoolPaths, check_model
-from engine_shim.handoff.room import gib, room
-from sidecar import checkpoint, loader
+from engine_shim.handoff.room import gib
+from sidecar import checkpoint, history, loader
+from sidecar.budget import Budget, Postponed
 from sidecar.checkpoint import Checkpoint, CheckpointError
 from sidecar.loader import Cancelled, Loaded, Placed, ShardLoader
 from sidecar.pool import PoolWriter
@@ -37,6 +39,9 @@ SWEEP_EVERY = 5.0
 RETRY_EVERY = 30.0  # a checkpoint that could not be loaded is tried again this often, or once its files change
 SETTLE = 2.0  # a changed checkpoint is loaded once it has stayed as it is for this long: something may still be writing
 _TURN = 0.2  # seconds between two looks for publications; the bell is left to the engines, whom it should wake
+
+# A downloader's marks as well: when they go, a checkpoint is whole without having changed.
+_WATCHED = frozenset({".safetensors", ".json", *checkpoint.IN_PLACE, *checkpoint.UNFINISHED})
 
 KEEP = "keep"
 REMOVE = "remove"
@@ -63,6 +68,8 @@ class Model:
     found: Checkpoint | None = None
     generation: int | None = None  # the one that is served
     plan: Plan | None = None  # the one that is to be loaded next, or is being loaded
+    evicted: bool = False  # or put off: not in memory until somebody asks for it, to keep within the budget
+    asked: bool = False  # so others may go for it
     reason: str = ""
     seen: object = None  # the files as last looked at
     seen_at: float = 0.0
@@ -125,11 +132,17 @@ class Sidecar:
     """Serves checkpoints in one pool until it is told to stop."""
 
     def __init__(
-        self, paths: PoolPaths, models: Sequence[Model], on_exit: str | None = None, progress: Progress | None = None
+        self,
+        paths: PoolPaths,
+        models: Sequence[Model],
+        on_exit: str | None = None,
+        progress: Progress | None = None,
+        budget: Budget | None = None,
     ) -> None:
         self.paths = paths
         self.models = {model.name: model for model in models}
         self._on_exit = on_exit
+        self._budget = budget or Budget()
         self._tell = progress or (lambda *_: None)
         self._stop = threading.Event()
         self._signal = 0
@@ -145,6 +158,7 @@ class Sidecar:
         Raises Busy if the pool has a sidecar already.
         """
         pool = self._pool = PoolWriter(self.paths)
+        pool.admit = self._admit
         previous = [signal.signal(number, self._on_signal) for number in (signal.SIGTERM, signal.SIGINT)]
         remove = False
         worker = threading.Thread(target=self._work, name="ballast-loader")
@@ -193,6 +207,8 @@ class Sidecar:
                 )  # fmt: skip
                 return 1
             try:
+                self._budget.look(pool)
+                self._answer()
                 for identifier in pool.publications():
                     if identifier not in self._queued:
                         self._queued.add(identifier)
@@ -233,6 +249,7 @@ class Sidecar:
                 if item.generation.kind == catalog.CHECKPOINT:
                     log.info("%s is no longer asked for and is retired", item.generation.model)
                     self._pool.retire(item.generation.number)
+                    self._pool.retire_outlived(item.generation.model)
         for model in self.models.values():
             self._open(model)
             if model.name not in by_model:
@@ -241,13 +258,12 @@ class Sidecar:
             if model.found is None:
                 log.warning("%s: %s; serving what the pool holds of it", model.name, model.reason)
                 model.generation, model.reason = item.generation.number, ""
-            elif self._same_files(item.contents, model.found):
-                model.generation = item.generation.number
+            elif (served := self._served(model, model.found)) is not None:
                 log.info(
                     "adopted %s, generation %d, %s, in %.1f ms, without reading it",
-                    model.name, item.generation.number, gib(item.generation.total), 1000 * (time.monotonic() - began),
+                    model.name, served.number, gib(served.total), 1000 * (time.monotonic() - began),
                 )  # fmt: skip
-                self._tell(model.name, item.generation.total, item.generation.total, catalog.READY)
+                self._tell(model.name, served.total, served.total, catalog.READY)
 
     def _open(self, model: Model) -> bool:
         """Looks at the files. What is wrong with them becomes the model's reason."""
@@ -264,7 +280,7 @@ class Sidecar:
         return model.found is not None
 
     def _failed(self, model: Model, reason: str, number: int | None = None) -> None:
-        model.reason = reason
+        model.reason, model.evicted = reason, False
         log.error("%s cannot be loaded: %s", model.name, reason)
         self._pool.fail(model.name, reason, number)
         self._tell(model.name, 0, 0, catalog.FAILED)
@@ -273,7 +289,7 @@ class Sidecar:
 
     def _watch(self, model: Model, now: float) -> None:
         """Notices changed files, and has them loaded once they have settled."""
-        if model.plan is not None:
+        if model.plan is not None or model.evicted:
             return
         seen = _look(model.path)
         if seen != model.seen:
@@ -282,16 +298,18 @@ class Sidecar:
             return
         retry = model.reason and now - model.tried_at > RETRY_EVERY
         if (model.seen_at > model.tried_at and now - model.seen_at >= SETTLE) or retry:
-            if self._open(model) and model.found is not None and not self._still_served(model, model.found):
+            if self._open(model) and model.found is not None and self._served(model, model.found) is None:
                 self._enqueue(model, model.found)
 
-    def _still_served(self, model: Model, found: Checkpoint) -> bool:
-        """Whether what changed was not the weights: a tokenizer's file, say, or only config.json."""
-        ready = self._pool.ready(model.name)
-        try:
-            return bool(ready) and self._same_files(manifest.read(self.paths.manifest(ready[0].number)), found)
-        except HandoffError:
-            return False
+    def _served(self, model: Model, found: Checkpoint) -> Generation | None:
+        """The generation that is served if nothing needs to be loaded: the files are those of one that is kept, since nothing
+        changed but a tokenizer's file, say, or since they were put back."""
+        for generation, contents in history.kept(self._pool, model.name):
+            if self._same_files(contents, found):
+                served = history.settle(self._pool, generation)
+                model.generation, model.evicted = served.number, False
+                return served
+        return None
 
     def _same_files(self, contents: Manifest, found: Checkpoint) -> bool:
         """Whether the weight files are, by their inodes and times, the ones that a generation was loaded from. What else
@@ -319,7 +337,8 @@ class Sidecar:
         with ThreadPoolExecutor(loader.THREADS, thread_name_prefix="ballast-read") as executor:
             while (item := self._queue.get()) is not None and not self._stop.is_set():
                 if isinstance(item, str):
-                    self._pool.adopt_publication(item)
+                    if self._pool.adopt_publication(item):
+                        self._pool.collect()
                 elif item.plan is not None:
                     try:
                         self._load(item, item.plan, executor)
@@ -340,12 +359,15 @@ class Sidecar:
             if self._still_the_same(model, planned, executor):
                 self._pool.drop(number)
                 return
-            self._make_room(model, sum(contents.segments))
+            self._budget.make_room(self._pool, model.name, sum(contents.segments), self._evicted, self._may_evict(model))
             loaded = self._load_shards(planned, executor)
             self._pool.publish(completed(contents, planned.layouts, loaded))
         except Cancelled:
             self._pool.reset(number)
             raise
+        except Postponed as error:
+            self._set_aside(model, str(error), number)
+            return
         except (CheckpointError, HandoffError) as error:
             self._failed(model, str(error), number)
             return
@@ -356,7 +378,9 @@ class Sidecar:
         model.generation = number
         model.found = None  # a row for each tensor, of no use any more
         model.reason = ""
+        model.evicted = model.asked = False
         self._pool.forget_failures(model.name)
+        self._pool.retire_outlived(model.name)
         took = time.monotonic() - began
         log.info(
             "%s is ready: generation %d, %s in %d tensors, %.1f s, %s/s",
@@ -397,52 +421,92 @@ class Sidecar:
         Reads them once, comparing every tensor's digest; needs no memory. Raises CheckpointError or Cancelled.
         """
         contents, layouts = planned.contents, planned.layouts
-        ready = self._pool.ready(model.name)
-        if not ready:
-            return False
-        try:
-            old = manifest.read(self.paths.manifest(ready[0].number))
-        except HandoffError:
-            return False
-        same = [(s.name, s.identity.size, s.identity.header) for s in old.shards] == [
-            (s.name, s.identity.size, s.identity.header) for s in contents.shards
-        ]
-        if not same:
-            return False
+
+        def headers(of: Manifest) -> list[tuple[str, int, str]]:
+            return [(shard.name, shard.identity.size, shard.identity.header) for shard in of.shards]
+
+        alike = [old for old in history.kept(self._pool, model.name) if headers(old[1]) == headers(contents)]
         loaded = []
         for index, shard in enumerate(planned.found.shards):
+            if not alike:
+                return False
             work = ShardLoader(shard, layouts[index], None, shard.path, self._stop, lambda _: None)
             loaded.append(work.load(executor, self._buffers))
-            new = loaded[-1].digests
-            by_name = {row.name: row.digest for row in old.rows(old.shards[index])}
-            if any(by_name[t.entry.name] != d for t, d in zip(layouts[index], new, strict=True)):
-                return False
+            new = {t.entry.name: d for t, d in zip(layouts[index], loaded[-1].digests, strict=True)}
+            alike = [old for old in alike if new == {row.name: row.digest for row in old[1].rows(old[1].shards[index])}]
+        if not alike:
+            return False
+        generation, old = alike[0]
         renewed = dataclasses.replace(
-            completed(contents, layouts, loaded), generation=old.generation, created=old.created
+            completed(contents, layouts, loaded), generation=old.generation, created=old.created, inodes=old.inodes
         )
         self._pool.amend(renewed)
-        model.generation, model.reason = old.generation, ""
+        served = history.settle(self._pool, generation)
+        model.generation, model.reason, model.evicted = served.number, "", False
         self._pool.forget_failures(model.name)
-        log.info("%s was touched but not changed: generation %d stays", model.name, old.generation)
+        if served.number == generation.number:
+            log.info("%s was touched but not changed: generation %d stays", model.name, served.number)
         return True
 
-    def _make_room(self, model: Model, needed: int) -> None:
-        """Raises NoRoom, with numbers, unless `needed` bytes fit.
+    # Requests, and what has to stay outside
 
-        Where memory has room for one copy only, the model's own generations go for that, the oldest first, down to the one
-        that is served: its files are not there any more. One that an engine holds stays: to retire it would free nothing.
-        """
-        free = room(self.paths.dir).bytes
-        held = self._pool.held()
-        old = [g for g in reversed(self._pool.ready(model.name)) if g.number not in held]
-        if free < needed <= free + sum(g.total for g in old):
-            for generation in old:
-                self._pool.retire(generation.number)
-                free += generation.total
-                if free >= needed:
-                    break
-            self._pool.collect()
-        room(self.paths.dir).require(needed, f"{model.name!r}")
+    def _answer(self) -> None:
+        """Does what commands ask for."""
+        for asked in request.pending(self.paths):
+            model = self.models.get(asked.model)
+            try:
+                if asked.verb not in request.VERBS:
+                    raise HandoffError(f"this sidecar does not know what {asked.verb!r} is: use one version for all")
+                if model is None:
+                    raise NotFound(f"this sidecar does not serve {asked.model!r}: it serves {', '.join(sorted(self.models))}")
+                text = self._roll_back(model) if asked.verb == request.ROLLBACK else self._load_asked(model)
+                request.answer(self.paths, asked, True, text)
+            except HandoffError as error:
+                request.answer(self.paths, asked, False, str(error))
+
+    def _roll_back(self, model: Model) -> str:
+        before = self._pool.ready(model.name)
+        if model.plan is not None:
+            raise Busy(f"{model.name!r} is being loaded from its files just now: try again when that is done")
+        made = history.rollback(self._pool, model.name)
+        model.generation = made.number
+        self._pool.retire_outlived(model.name)
+        return (
+            f"{model.name} serves generation {made.number}, which holds what generation {before[1].number} held; "
+            f"the same again goes forward to what generation {before[0].number} holds"
+        )
+
+    def _load_asked(self, model: Model) -> str:
+        """Loads a model that is not in memory for want of room in the budget; others may go for it."""
+        if model.evicted and model.plan is None:
+            model.asked = True
+            if not self._open(model) or model.found is None:
+                raise HandoffError(model.reason)
+            self._enqueue(model, model.found)
+            model.evicted = False
+        return f"{model.name} is being loaded" if model.plan is not None else f"{model.name} is there"
+
+    def _may_evict(self, model: Model) -> bool:
+        """Whether others may go for it: not so that a sidecar that starts with too many models throws out what it has loaded
+        first, but if somebody asks for it, or had it."""
+        return model.asked or bool(self._pool.ready(model.name))
+
+    def _admit(self, contents: Manifest) -> None:
+        """Keeps within the budget what engines publish."""
+        self._budget.make_room(self._pool, contents.model, contents.nbytes, self._evicted, there=contents.nbytes)
+
+    def _evicted(self, generation: Generation) -> None:
+        model = self.models.get(generation.model)
+        if model is not None and generation.kind == catalog.CHECKPOINT:
+            self._set_aside(model, "it was evicted to keep the pool within --max-bytes")
+
+    def _set_aside(self, model: Model, why: str, number: int | None = None) -> None:
+        """Says in the catalog that a model is known and not in memory, and how to get it there."""
+        model.evicted, model.asked, model.generation, model.found = True, False, None, None
+        why = f"{why}; 'ballast wait {model.name}' has it loaded"
+        log.info("%s is not in memory: %s", model.name, why)
+        self._pool.fail(model.name, why, number, evicted=True)
+        self._tell(model.name, 0, 0, catalog.FAILED)
 
 
 def _look(path: Path) -> object:
@@ -458,7 +522,7 @@ def _look(path: Path) -> object:
         except OSError:
             continue
         for entry in entries:
-            if entry.suffix in (".safetensors", ".json") or entry == path:
+            if entry.suffix in _WATCHED or entry == path:
                 try:
                     status = entry.stat()
                 except OSError:

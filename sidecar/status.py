@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine_shim.handoff import attachment, catalog, manifest, publication, room
+from engine_shim.handoff import attachment, catalog, manifest, publication, request, room
 from engine_shim.handoff.attachment import Record
 from engine_shim.handoff.catalog import Catalog, ControlPage, Generation
 from engine_shim.handoff.errors import Damaged, HandoffError, NotFound, NotReady
@@ -76,6 +76,7 @@ class PoolStatus:
                     "since": generation.since,
                     "reason": generation.reason or None,
                     "key": generation.key or None,
+                    "evicted": generation.evicted,
                     "attachments": self.attached(generation),
                 }
                 for generation in self.generations
@@ -147,6 +148,8 @@ def _leftovers(
                 why = "of a generation that the catalog does not list"
             elif name.tmp and name.generation not in building:
                 why = "unfinished, and nothing is being loaded"
+        elif name.kind in ("request", "answer"):
+            why = "of a command that is gone" if request.abandoned(paths, path) else ""
         elif name.kind == "ctl":
             why = "an unfinished control page" if name.tmp else ""
         elif name.kind == "attachment":
@@ -180,8 +183,9 @@ def show(status: PoolStatus, console: Console) -> None:
             detail = printable(g.reason)
             if g.state == catalog.LOADING:
                 detail = f"{100 * g.done // (g.total or 1)} %" + ("" if status.sidecar_alive else ", stopped")
+            state = "evicted" if g.evicted else g.state
             table.add_row(
-                g.model, str(g.number), g.kind, Text(g.state, style=_STYLES[g.state]), room.gib(g.total),
+                g.model, str(g.number), g.kind, Text(state, style=_STYLES[g.state]), room.gib(g.total),
                 age(now - g.since), str(status.attached(g)), Text(detail),
             )  # fmt: skip
         console.print(table)
@@ -239,10 +243,22 @@ def wait_until_ready(paths: PoolPaths, model: str | None, timeout: float, tell: 
     while True:
         try:
             return _ready(paths, model, tell)
+        except _Evicted as error:  # without an error: it may be gone again before we have looked
+            if time.monotonic() >= deadline:
+                raise NotReady(f"after {timeout:g} s, {error}") from None
+            request.ask(paths, request.LOAD, error.model, max(1.0, deadline - time.monotonic()))
         except (NotFound, NotReady) as error:
             if time.monotonic() >= deadline:
                 raise type(error)(f"after {timeout:g} s, {error}") from None
         time.sleep(max(0.0, min(_LOOK_EVERY, deadline - time.monotonic())))
+
+
+class _Evicted(NotReady):
+    """Not in memory to keep the pool within its budget; the sidecar loads it when it is asked to."""
+
+    def __init__(self, model: str, reason: str) -> None:
+        super().__init__(f"{model!r} is not in memory: {reason}")
+        self.model = model
 
 
 def _ready(paths: PoolPaths, model: str | None, tell: Progress | None) -> list[str]:
@@ -251,7 +267,9 @@ def _ready(paths: PoolPaths, model: str | None, tell: Progress | None) -> list[s
         now, alive = page.read(), page.sidecar_alive
     finally:
         page.close()
-    wanted = [model] if model is not None else now.models()
+    # A pool as a whole is ready without what does not fit its budget anyway.
+    aside = {g.model for g in now.generations if g.evicted}
+    wanted = [model] if model is not None else [name for name in now.models() if name not in aside]
     missing: HandoffError | None = None
     for name in wanted:
         generations = now.of_model(name)
@@ -266,6 +284,8 @@ def _ready(paths: PoolPaths, model: str | None, tell: Progress | None) -> list[s
                 f"{name!r} is still being loaded ({room.gib(loading.done)} of {room.gib(loading.total)}): wait longer"
             )
         elif catalog.FAILED in states and alive:
+            if states[catalog.FAILED].evicted:
+                raise _Evicted(name, states[catalog.FAILED].reason)
             raise HandoffError(f"the sidecar could not load {name!r}: {states[catalog.FAILED].reason}")
         elif not alive:  # a failure that it left may be cured by the next sidecar
             missing = missing or NotReady(

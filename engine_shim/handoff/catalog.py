@@ -65,6 +65,9 @@ class Generation:
     reason: str = ""  # of a failure, one sentence
     key: str = ""  # of an engine's state: digest of everything that has to be equal
     since: float = 0.0  # when this state began
+    content: str = ""  # digest of what its files hold; of an engine's state: of the checkpoint that was newest with it
+    over: int = 0  # of a generation made by a rollback: the one that it stands before, whose files are still on disk
+    evicted: bool = False  # with FAILED: not for a fault, but to keep the pool within its budget; it can be asked for
 
     def shard_done(self, index: int) -> bool:
         return bool(int(self.shards or "0", 16) >> index & 1)
@@ -78,6 +81,7 @@ class Catalog:
     next: int = 1
     sequence: int = 0
     generations: tuple[Generation, ...] = ()
+    pool: str = ""  # whose catalog it is: a page that somebody has linked to another pool's name is not that pool's
 
     def get(self, number: int) -> Optional[Generation]:
         for generation in self.generations:
@@ -110,6 +114,7 @@ def encode(catalog: Catalog) -> bytes:
     return json.dumps(
         {
             "boot": catalog.boot,
+            "pool": catalog.pool,
             "next": catalog.next,
             "generations": [dataclasses.asdict(generation) for generation in catalog.generations],
         },
@@ -121,16 +126,18 @@ def decode(payload: bytes, sequence: int) -> Catalog:
     """Validates every field. Raises Damaged."""
     try:
         raw = json.loads(payload)
-        boot, following, rows = raw["boot"], raw["next"], raw["generations"]
+        boot, following, rows, pool = raw["boot"], raw["next"], raw["generations"], raw.get("pool", "")
         if not (isinstance(boot, str) and _NONCE.match(boot) and _whole(following) and isinstance(rows, list)):
             raise ValueError("boot nonce, next number or list of generations")
+        if not isinstance(pool, str):
+            raise ValueError("name of the pool")
         generations = tuple(_generation(row) for row in rows)
         numbers = [generation.number for generation in generations]
         if len(set(numbers)) != len(numbers) or any(number >= following for number in numbers):
             raise ValueError("generation numbers")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise Damaged(f"the catalog does not make sense ({error}): run 'ballast purge' and start the sidecar") from None
-    return Catalog(boot, following, sequence, generations)
+    return Catalog(boot, following, sequence, generations, pool)
 
 
 def _whole(value: Any) -> bool:
@@ -140,10 +147,14 @@ def _whole(value: Any) -> bool:
 def _generation(row: Any) -> Generation:
     # Fields that a later version has added are no concern of ours.
     generation = Generation(**{name: value for name, value in row.items() if name in _FIELDS})
-    texts = (generation.model, generation.kind, generation.state, generation.shards, generation.reason, generation.key)
+    texts = (
+        generation.model, generation.kind, generation.state, generation.shards, generation.reason, generation.key,
+        generation.content,
+    )  # fmt: skip
     if not (
         all(isinstance(text, str) for text in texts)
-        and all(map(_whole, (generation.number, generation.total, generation.done)))
+        and all(map(_whole, (generation.number, generation.total, generation.done, generation.over)))
+        and type(generation.evicted) is bool
         and generation.kind in KINDS
         and generation.state in STATES
         and len(generation.shards) <= 1 << 16
@@ -215,7 +226,7 @@ class ControlPage:
                 # Beside a slot that is being written, the other is the newest only if it is still what it was: otherwise we
                 # have been asleep for two writes, and would go back to a catalog older than one we may have seen.
                 if False not in slots or self._read_slot(slots.index(newest)) == newest:
-                    return decode(newest[1], newest[0])
+                    return self._ours(decode(newest[1], newest[0]))
                 continue
             if slots == [None, None]:
                 raise NotFound(
@@ -223,6 +234,14 @@ class ControlPage:
                 )
             time.sleep(0.001 * min(attempt, 10))
         raise Damaged(f"both catalogs of pool {self.paths.pool!r} are torn: run 'ballast purge' and start the sidecar")
+
+    def _ours(self, catalog: Catalog) -> Catalog:
+        if catalog.pool not in ("", self.paths.pool):
+            raise Damaged(
+                f"{self.paths.control} is the control page of pool {catalog.pool[:80]!r}, which somebody has put under another "
+                "name: remove it, and give the pool a directory of its own (--dir)"
+            )
+        return catalog
 
     def _read_slot(self, index: int) -> Optional[tuple[int, bytes]] | bool:
         """(sequence, payload); None if it was never written; False if it is torn."""

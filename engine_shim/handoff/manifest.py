@@ -22,6 +22,7 @@ from engine_shim.handoff.catalog import KINDS
 from engine_shim.handoff.dtypes import BITS
 from engine_shim.handoff.errors import Damaged
 from engine_shim.handoff.identity import FileIdentity, Stat
+from engine_shim.handoff.identity import digest as digest_of
 from engine_shim.handoff.names import check_model, temporary
 
 try:
@@ -86,6 +87,18 @@ class Manifest:
     config: Mapping[str, str] = field(default_factory=dict)  # companion file → digest of its bytes
     state: Mapping[str, Any] = field(default_factory=dict)  # of an engine's module tree; see engine_shim.modules
     engine: Mapping[str, Any] = field(default_factory=dict)  # what an engine's state depends on
+    inodes: tuple[int, ...] = ()  # of the segments, once complete: a segment under another's name is not that one
+
+    @property
+    def content(self) -> str:
+        """A digest of what the checkpoint's files hold, wherever they lie; "" where there are none, or not yet."""
+        if not self.complete or not self.shards:
+            return ""
+        parts = []  # of every tensor's digest: samples are alike where only other bytes differ
+        for shard in self.shards:
+            parts.append(f"{shard.name}\n{shard.identity.header}\n".encode())
+            parts.extend((row.digest or "").encode() for row in self.rows(shard))
+        return digest_of(*parts)
 
     @functools.cached_property
     def nbytes(self) -> int:
@@ -119,6 +132,7 @@ def encode(manifest: Manifest) -> bytes:
         "created": manifest.created,
         "source": manifest.source,
         "segments": manifest.segments,
+        "inodes": manifest.inodes,
         "config": manifest.config,
         "state": manifest.state,
         "engine": manifest.engine,
@@ -225,7 +239,30 @@ def _parse(raw: Any) -> Manifest:
         config=raw["config"],
         state=raw["state"],
         engine=raw["engine"],
+        inodes=tuple(_inodes(raw.get("inodes", []), len(segments))),
     )
+
+
+def _inodes(value: Any, count: int) -> list[int]:
+    whole = isinstance(value, list) and all(type(number) is int and number >= 0 for number in value)
+    _require(whole and len(value) in (0, count), "inodes")
+    return value  # type: ignore[no-any-return]
+
+
+def open_segment(path: Path, size: int, inode: Optional[int] = None) -> int:
+    """A segment, open for reading. Raises NotFound, Foreign, or Damaged if it is not the one that was published.
+
+    What its name leads to is compared with the inode in the manifest: in a directory in which others may rename files, a name
+    alone would let them put one segment of ours in another's place.
+    """
+    fd = posix.open_existing(path)
+    status = os.fstat(fd)
+    if status.st_size >= size and inode in (None, status.st_ino):
+        return fd
+    os.close(fd)
+    if status.st_size < size:
+        raise Damaged(f"{path} is shorter than its manifest says: restart the sidecar to have it loaded again")
+    raise Damaged(f"{path} is another file than the one that was published: restart the sidecar to have it loaded again")
 
 
 def check_name(name: Any) -> None:

@@ -24,7 +24,8 @@ _POOL = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}\Z")
 _MODEL = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._/-]{0,254}[A-Za-z0-9._-])?\Z")
 _OBJECT = re.compile(
     r"(?:(?P<ctl>ctl)|g(?P<generation>[0-9]{1,18})\.(?:(?P<manifest>manifest)|w(?P<segment>[0-9]{1,9}))"
-    r"|a\.(?P<attachment>[0-9a-f]{16})|in\.(?P<publication>[0-9a-f]{16})(?:\.w(?P<part>[0-9]{1,9}))?)"
+    r"|a\.(?P<attachment>[0-9a-f]{16})|do\.(?P<request>[0-9a-f]{16})|did\.(?P<answer>[0-9a-f]{16})"
+    r"|in\.(?P<publication>[0-9a-f]{16})(?:\.w(?P<part>[0-9]{1,9}))?)"
     r"(?P<tmp>(?:\.[0-9a-f]{16})?\.tmp)?\Z"
 )
 
@@ -58,7 +59,7 @@ class ObjectName:
     """A parsed file name of a pool: which kind of object it is, and of which generation."""
 
     file: str
-    kind: str  # ctl | manifest | segment | attachment | publication
+    kind: str  # ctl | manifest | segment | attachment | publication | request | answer
     generation: Optional[int]
     tmp: bool
 
@@ -102,6 +103,13 @@ class PoolPaths:
     def publication_segment(self, identifier: str, index: int) -> Path:
         return self.path(f"in.{identifier}.w{index}")
 
+    def request(self, identifier: str) -> Path:
+        """What a command asks of the sidecar; its answer is `answer`."""
+        return self.path(f"do.{identifier}")
+
+    def answer(self, identifier: str) -> Path:
+        return self.path(f"did.{identifier}")
+
     @property
     def guard(self) -> str:
         return f"/{PREFIX}{self.pool}.guard"
@@ -121,7 +129,8 @@ class PoolPaths:
         part = found.groupdict()
         kind = (
             "ctl" if part["ctl"] else "manifest" if part["manifest"] else "segment" if part["segment"]
-            else "attachment" if part["attachment"] else "publication"
+            else "attachment" if part["attachment"] else "request" if part["request"] else "answer" if part["answer"]
+            else "publication"
         )  # fmt: skip
         generation = int(part["generation"]) if part["generation"] else None
         return ObjectName(file, kind, generation, part["tmp"] is not None)

@@ -177,6 +177,16 @@ def remove(path: Path) -> bool:
     return True
 
 
+def status(path: Path) -> os.stat_result:
+    """What is at `path` itself, if it is one of ours. Raises NotFound or Foreign."""
+    try:
+        found = os.stat(path, follow_symlinks=False)
+    except OSError as error:
+        raise _error(error, path) from error
+    trusted(found, path)
+    return found
+
+
 def same_file(fd: int, path: Path) -> bool:
     """Whether `path` still names the file that `fd` has open: an object unlinked and made again is another inode."""
     try:
