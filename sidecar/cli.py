@@ -188,6 +188,14 @@ def serve(
         list[str] | None,
         typer.Option(metavar="NAME", show_default=False, help="A model that stays in memory whatever else is asked for."),
     ] = None,
+    group: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME|GID",
+            show_default=False,
+            help="Let members of this group attach, who set BALLAST_TRUST to this sidecar's user. They can change nothing.",
+        ),
+    ] = None,
 ) -> int:
     """Load checkpoints into shared memory and keep them there: the sidecar.
 
@@ -200,6 +208,8 @@ def serve(
     from sidecar.serve import Sidecar, name_models
 
     paths = _paths(pool, directory)
+    if group is not None:
+        paths = PoolPaths(paths.pool, paths.dir, _gid(group))
     models = name_models(checkpoints, name or [])
     for strange in sorted(set(pin or ()) - {model.name for model in models}):
         held = ", ".join(model.name for model in models)
@@ -555,6 +565,15 @@ def parity(
     if json:
         _print_json([dataclasses.asdict(verdict) for verdict in verdicts])
     return FAILED if any(verdict.differences for verdict in verdicts) else DONE
+
+
+def _gid(text: str) -> int:
+    import grp
+
+    try:
+        return int(text) if text.isdigit() else grp.getgrnam(text).gr_gid
+    except KeyError:
+        raise NameRefused(f"there is no group {text!r} on this machine: give its number with --group") from None
 
 
 # What the commands share ----------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import dataclasses
 import logging
 import os
 import secrets
+import stat
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -53,6 +54,12 @@ class PoolWriter:
         if not paths.dir.is_dir():
             raise NotFound(f"{paths.dir} is not a directory: mount a memory file system there, or change --dir")
         self.page = _take(paths)
+        try:
+            _share(self.page.fd, posix.PRIVATE, paths.group)
+        except HandoffError:
+            self.page.close()
+            raise
+        _warn_of(paths.dir)
         self.guard = Guard(paths, self.page.fd, create=True)
         self.guard.reset()
         self.bell = Bell(paths, create=True)
@@ -66,13 +73,17 @@ class PoolWriter:
         self._next_progress = 0.0
         self._foreign: set[Path] = set()
         self.unfinished: list[int] = []
-        # Numbers are not used twice, whatever happened to the catalog; one that nobody could have reached is a stranger's.
-        highest = max((n.generation for n in paths.objects() if n.generation and n.generation < _REACHABLE), default=0)
         self.catalog = dataclasses.replace(
-            previous, boot=secrets.token_hex(16), next=max(previous.next, highest + 1), pool=paths.pool
+            previous, boot=secrets.token_hex(16), next=max(previous.next, self._highest() + 1), pool=paths.pool
         )
 
     # Reading
+
+    def _highest(self) -> int:
+        """Numbers are not used twice, whatever happened to the catalog, nor where somebody has put a file of that name; one
+        that nobody could have reached is a stranger's, too."""
+        numbers = (name.generation for name in self.paths.objects() if name.generation)
+        return max((number for number in numbers if number < _REACHABLE), default=0)
 
     def ready(self, model: str, kind: str = catalog.CHECKPOINT) -> list[Generation]:
         """A model's ready generations, newest first."""
@@ -111,6 +122,11 @@ class PoolWriter:
     def _check(self, generation: Generation) -> Manifest:
         path = self.paths.manifest(generation.number)
         contents = manifest.read(path)
+        fd = posix.open_existing(path)
+        try:
+            _share(fd, posix.PUBLISHED, self.paths.group)
+        finally:
+            os.close(fd)
         if (contents.generation, contents.model, contents.complete) != (generation.number, generation.model, True):
             raise Damaged(f"{path} is the manifest of something else")
         for index, size in enumerate(contents.segments):
@@ -118,15 +134,15 @@ class PoolWriter:
             self._check_segment(self.paths.segment(generation.number, index), size, inode)
         return contents
 
-    @staticmethod
-    def _check_segment(path: Path, size: int, inode: int | None = None) -> None:
+    def _check_segment(self, path: Path, size: int, inode: int | None = None) -> None:
         fd = manifest.open_segment(path, size, inode)
         try:
             status = os.fstat(fd)
+            if status.st_size != size or status.st_mode & 0o222:
+                raise Damaged(f"{path} has another size or mode than it was published with")
+            _share(fd, posix.PUBLISHED, self.paths.group)
         finally:
             os.close(fd)
-        if status.st_size != size or status.st_mode & 0o222:
-            raise Damaged(f"{path} has another size or mode than it was published with")
 
     def sweep(self) -> int:
         """Removes what belongs to nobody: objects that the catalog does not list, records of dead engines, publications
@@ -171,6 +187,7 @@ class PoolWriter:
     def begin(self, contents: Manifest) -> Manifest:
         """Announces a generation that is about to be loaded, and gives it its number."""
         with self._lock:
+            self.catalog = dataclasses.replace(self.catalog, next=max(self.catalog.next, self._highest() + 1))
             contents = dataclasses.replace(contents, generation=self.catalog.next, complete=False)
             generation = Generation(
                 contents.generation, contents.model, contents.kind, catalog.LOADING, contents.nbytes,
@@ -178,7 +195,7 @@ class PoolWriter:
             )  # fmt: skip
             # The number is used up first: if we die between the two, the next sidecar does not meet it again.
             self._write(dataclasses.replace(self.catalog, next=contents.generation + 1))
-            manifest.write(contents, self.paths.manifest(contents.generation))
+            manifest.write(contents, self.paths.manifest(contents.generation), self.paths.group)
             self._write(self.catalog.with_generation(generation))
             return contents
 
@@ -202,7 +219,7 @@ class PoolWriter:
             if generation is None:
                 raise NotFound(f"generation {contents.generation} was dropped while it was being loaded")
             whole = dataclasses.replace(contents, complete=True, inodes=self._inodes(contents))
-            manifest.write(whole, self.paths.manifest(contents.generation))
+            manifest.write(whole, self.paths.manifest(contents.generation), self.paths.group)
             if generation.kind == catalog.CHECKPOINT:
                 content = whole.content
             else:  # of the files that are served now: once they are not any more, the state goes with them
@@ -240,7 +257,7 @@ class PoolWriter:
             for index in range(len(contents.segments)):
                 if not posix.link_new(self.paths.segment(number, index), self.paths.segment(new, index)):
                     raise Damaged(f"{self.paths.segment(new, index)} is in the way: remove it")
-            manifest.write(dataclasses.replace(contents, generation=new), self.paths.manifest(new))
+            manifest.write(dataclasses.replace(contents, generation=new), self.paths.manifest(new), self.paths.group)
             made = dataclasses.replace(old, number=new, since=time.time(), over=over)
             self._write(self.catalog.with_generation(made))
             for surplus in [g for g in self.ready(old.model, old.kind) if g.key == old.key][KEPT:]:
@@ -250,7 +267,7 @@ class PoolWriter:
     def amend(self, contents: Manifest) -> None:
         """Replaces a ready generation's manifest by one that differs in what is not its table of tensors."""
         with self._lock:
-            manifest.write(contents, self.paths.manifest(contents.generation))
+            manifest.write(contents, self.paths.manifest(contents.generation), self.paths.group)
             self._write(self.catalog)
 
     def fail(
@@ -395,6 +412,27 @@ class PoolWriter:
         self.guard.close()
         self.bell.close()
         self.page.close()
+
+
+def _share(fd: int, mode: int, group: int | None) -> None:
+    """Brings mode and group of an object up to what this sidecar was started with; root's objects are root's to change."""
+    status = os.fstat(fd)
+    wanted = mode | (posix.GROUP_READS if group is not None else 0)
+    if status.st_uid == os.geteuid() or os.geteuid() == 0:
+        if status.st_mode & 0o777 != wanted or group not in (None, status.st_gid):
+            posix.share(fd, mode, group)
+
+
+def _warn_of(directory: Path) -> None:
+    """Says so if others may rename and remove what is in the pool's directory. Trust does not rest on that, serving does."""
+    status = os.stat(directory)
+    if status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX:
+        log.warning(
+            "%s is writable by others and has no sticky bit: another user could remove the pool's files, though not replace "
+            "them unnoticed; give it mode 1777, or the pool a directory of its own (docs/threat-model.md)", directory,
+        )  # fmt: skip
+    elif status.st_uid not in (0, os.geteuid()):
+        log.warning("%s belongs to user %d, who could remove the pool's files: use another --dir", directory, status.st_uid)
 
 
 def _take(paths: PoolPaths) -> ControlPage:

@@ -24,7 +24,7 @@ from engine_shim.handoff.catalog import Generation
 from engine_shim.handoff.errors import Busy, HandoffError, NameRefused, NotFound
 from engine_shim.handoff.identity import FileIdentity, Stat
 from engine_shim.handoff.manifest import Manifest, Shard, Tensor
-from engine_shim.handoff.names import PoolPaths, check_model
+from engine_shim.handoff.names import PoolPaths, check_model, temporary
 from engine_shim.handoff.room import gib
 from sidecar import checkpoint, history, loader
 from sidecar.budget import Budget, Postponed
@@ -403,12 +403,12 @@ class Sidecar:
         loaded = []
         for index, shard in enumerate(planned.found.shards):
             path = self.paths.segment(contents.generation, index)
-            building = path.with_name(path.name + ".tmp")
+            building = temporary(path)  # nobody can have guessed that name and be in the way
             fd = loader.create_segment(building, layouts[index], contents.segments[index])
             try:
                 work = ShardLoader(shard, layouts[index], fd, building, self._stop, progress)
                 loaded.append(work.load(executor, self._buffers))
-                os.fchmod(fd, posix.PUBLISHED)
+                posix.share(fd, posix.PUBLISHED, self.paths.group)
                 posix.rename(building, path)
             finally:
                 os.close(fd)

@@ -10,12 +10,14 @@ until the parent releases it. What the child has mapped by then stays valid: to 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
 import sys
 import time
 from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
 from typing import Any, Iterator, Optional
 
 from engine_shim.handoff import posix
@@ -61,6 +63,9 @@ class Token:
 
         The caller must then read the catalog again and go on only if the generation is still there.
         """
+        group = posix.group_of(paths.control)
+        if group is not None:
+            sweep(paths)  # what processes of this user have left there, which the sidecar may not be able to remove
         while True:
             identifier = new_id()
             record = Record(
@@ -74,6 +79,8 @@ class Token:
                 # A cleaner may come between creating and locking, and take the record for a dead one's.
                 if posix.try_lock_byte(fd, _LOCK_BYTE):
                     posix.write_exactly(fd, json.dumps(asdict(record)).encode(), 0, new)
+                    with contextlib.suppress(HandoffError):  # root is not asked for membership, nor does root ask for it
+                        posix.share(fd, posix.PRIVATE, group)
                     posix.rename(new, path)
                     return cls(paths, record, fd)
             except NotFound:
@@ -110,13 +117,17 @@ def _decode(data: bytes, path: str) -> Record:
 
 
 def alive(paths: PoolPaths) -> Iterator[Record]:
-    """The attachments whose holders live. A locked record that cannot be read counts as held, of generation -1."""
+    """The attachments whose holders live. A locked record that cannot be read counts as held, of generation -1.
+
+    In a pool that is shared with a group, records that its members have given to it count as well.
+    """
+    group = posix.group_of(paths.control)
     for name in paths.objects():
         if name.kind != "attachment":
             continue
         path = paths.dir / name.file
         try:
-            fd = posix.open_existing(path)
+            fd = posix.open_existing(path, group=group)
         except HandoffError:
             continue  # gone meanwhile, or a stranger's: a stranger holds nothing here
         try:
@@ -131,7 +142,11 @@ def alive(paths: PoolPaths) -> Iterator[Record]:
 
 
 def sweep(paths: PoolPaths) -> int:
-    """Removes the records of the dead and says how many. Locks each first, so that it cannot be one being made."""
+    """Removes the records of the dead and says how many. Locks each first, so that it cannot be one being made.
+
+    A group member's record cannot be locked by us, and needs not be: in its making it is locked before it gets its name.
+    """
+    group = posix.group_of(paths.control)
     count = 0
     for name in paths.objects():
         if name.kind != "attachment":
@@ -140,6 +155,7 @@ def sweep(paths: PoolPaths) -> int:
         try:
             fd = posix.open_existing(path, write=True)
         except HandoffError:
+            count += group is not None and not name.tmp and _remove_members(path, group)
             continue
         try:
             if posix.try_lock_byte(fd, _LOCK_BYTE) and posix.same_file(fd, path):
@@ -147,3 +163,17 @@ def sweep(paths: PoolPaths) -> int:
         finally:
             os.close(fd)
     return count
+
+
+def _remove_members(path: Path, group: int) -> bool:
+    """Removes the record of a dead process of another user, if that can be told and the directory lets us."""
+    try:
+        fd = posix.open_existing(path, group=group)
+    except HandoffError:
+        return False
+    try:
+        return not posix.byte_is_locked(fd, _LOCK_BYTE) and posix.same_file(fd, path) and posix.remove(path)
+    except HandoffError:  # in a sticky directory it is the other user's to remove: his next attachment does
+        return False
+    finally:
+        os.close(fd)

@@ -187,14 +187,14 @@ def read(path: Path) -> Manifest:
     return decode(posix.read_all(path, LIMIT + _HEADER.size), path)
 
 
-def write(manifest: Manifest, path: Path) -> None:
+def write(manifest: Manifest, path: Path, group: Optional[int] = None) -> None:
     """Puts a manifest in place, or a new one in place of the old, in one step; read-only from then on. Raises NoRoom."""
     data = encode(manifest)
     new = temporary(path)
     fd = posix.create(new)
     try:
         posix.write_exactly(fd, data, 0, new)
-        os.fchmod(fd, posix.PUBLISHED)
+        posix.share(fd, posix.PUBLISHED, group)
         posix.rename(new, path)
     except BaseException:
         posix.remove(new)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Mapping, Optional
 
@@ -70,6 +70,7 @@ class PoolPaths:
 
     pool: str = DEFAULT_POOL
     dir: Path = Path(DEFAULT_DIR)
+    group: Optional[int] = field(default=None, compare=False)  # for the sidecar: whom to let read what it makes
 
     def __post_init__(self) -> None:
         check_pool(self.pool)

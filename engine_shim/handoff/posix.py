@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import functools
 import os
+import pwd
 import stat
 import struct
 from pathlib import Path
@@ -20,11 +22,15 @@ PAGE = 4096
 _PARTS = 1024  # IOV_MAX of Linux
 PRIVATE = 0o600  # while under construction, and for records that their owner rewrites
 PUBLISHED = 0o400  # segments and manifests: nobody writes to them again, not even their owner by mistake
+GROUP_READS = 0o040  # added to both where a pool is shared with a group
 
 # struct flock of <fcntl.h> on 64-bit Linux: l_type, l_whence, (padding) l_start, l_len, l_pid. See fcntl(2).
 _FLOCK = struct.Struct("hhqqi4x")
 _SETLK = getattr(fcntl, "F_OFD_SETLK", 37)
 _GETLK = getattr(fcntl, "F_OFD_GETLK", 36)
+
+
+_ONE_USER = "run the sidecar and the engine as one user, or share the pool with a group (docs/threat-model.md)"
 
 
 def _error(error: OSError, path: Path) -> HandoffError:
@@ -33,7 +39,7 @@ def _error(error: OSError, path: Path) -> HandoffError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return NoRoom(f"{path.parent} has no room left for {path.name}")
     if error.errno in (errno.EACCES, errno.EPERM):
-        return Foreign(f"{path} belongs to another user: run the sidecar and the engine as one user")
+        return Foreign(f"{path} belongs to another user: {_ONE_USER}")
     if error.errno == errno.ELOOP:
         return Foreign(f"{path} is a symbolic link, which nothing of Ballast ever is: remove it")
     if error.errno == errno.EISDIR:
@@ -55,10 +61,31 @@ def create(path: Path, mode: int = PRIVATE) -> int:
     return fd
 
 
-def open_existing(path: Path, write: bool = False) -> int:
+def share(fd: int, mode: int, group: Optional[int]) -> None:
+    """Sets the mode exactly, whatever the umask; with a group, gives the file to it and lets it read."""
+    if group is not None:
+        try:
+            os.fchown(fd, -1, group)
+        except PermissionError:
+            raise HandoffError(f"nothing can be given to group {group}: this process's user is not a member of it") from None
+        mode |= GROUP_READS
+    os.fchmod(fd, mode)
+
+
+def group_of(path: Path) -> Optional[int]:
+    """The group that may read this object; None if only its owner may, or if it is not there."""
+    try:
+        found = os.stat(path, follow_symlinks=False)
+    except OSError:
+        return None
+    return found.st_gid if found.st_mode & GROUP_READS else None
+
+
+def open_existing(path: Path, write: bool = False, group: Optional[int] = None) -> int:
     """An object that is already there, never created and never resized by opening it.
 
-    Refuses (Foreign) what is not a plain file, belongs to a user other than ourselves or root, or is writable by others.
+    Refuses (Foreign) what is not a plain file, is writable by others, or belongs to a user whom this process does not trust.
+    With `group`, what a member of that group has given to it is opened as well.
     """
     flags = os.O_RDWR if write else os.O_RDONLY
     try:
@@ -67,22 +94,34 @@ def open_existing(path: Path, write: bool = False) -> int:
     except OSError as error:
         raise _error(error, path) from error
     try:
-        trusted(os.fstat(fd), path)
+        trusted(os.fstat(fd), path, group)
     except BaseException:
         os.close(fd)
         raise
     return fd
 
 
-def trusted(status: os.stat_result, path: Path) -> None:
-    """Raises Foreign unless `status` is that of a plain file that only we ourselves or root could have written."""
+@functools.lru_cache(maxsize=8)
+def _named(text: str) -> frozenset[int]:
+    """The users that BALLAST_TRUST names, by number or by name. Who does not exist cannot own anything."""
+    found = set()
+    for word in text.replace(",", " ").split():
+        try:
+            found.add(int(word) if word.isdigit() else pwd.getpwnam(word).pw_uid)
+        except KeyError:
+            continue
+    return frozenset(found)
+
+
+def trusted(status: os.stat_result, path: Path, group: Optional[int] = None) -> None:
+    """Raises Foreign unless `status` is that of a plain file that only somebody whom we trust could have written: we
+    ourselves, root, the users that BALLAST_TRUST names, or (for what is asked of anybody in it) a member of `group`."""
     if not stat.S_ISREG(status.st_mode):
         raise Foreign(f"{path} is not a plain file: remove it")
-    if status.st_uid not in (os.geteuid(), 0):
-        raise Foreign(
-            f"{path} belongs to user {status.st_uid} and this process is user {os.geteuid()}: "
-            "run the sidecar and the engine as one user"
-        )
+    owner = status.st_uid
+    if owner not in (os.geteuid(), 0) and owner not in _named(os.environ.get("BALLAST_TRUST", "")):
+        if group is None or status.st_gid != group:
+            raise Foreign(f"{path} belongs to user {owner} and this process is user {os.geteuid()}: {_ONE_USER}")
     if status.st_mode & 0o022:
         raise Foreign(f"{path} is writable by other users, so nothing in it is trusted: remove it (ballast purge)")
 

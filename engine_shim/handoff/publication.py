@@ -11,6 +11,7 @@ from the engine, which keeps private ones at the same addresses.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import time
@@ -19,7 +20,7 @@ from typing import Any, Mapping, NamedTuple, Optional, Protocol, Sequence
 
 from engine_shim.handoff import manifest, maps, posix
 from engine_shim.handoff.catalog import ENGINE, ControlPage
-from engine_shim.handoff.errors import NotFound
+from engine_shim.handoff.errors import Foreign, NotFound
 from engine_shim.handoff.manifest import ALIGNMENT, SEGMENT_ALIGNMENT, Manifest, Tensor, align
 from engine_shim.handoff.names import TMP, PoolPaths, check_model, new_id
 from engine_shim.handoff.room import room
@@ -55,6 +56,9 @@ class Publication:
     def __init__(self, paths: PoolPaths, model: str) -> None:
         self._paths = paths
         self._model = check_model(model)
+        with contextlib.suppress(NotFound):
+            if posix.status(paths.control).st_uid not in (os.geteuid(), 0):
+                raise Foreign(f"pool {paths.pool!r} belongs to another user, who alone publishes to it: nothing was published")
         self.identifier = new_id()
         self.nbytes = 0
         self._sizes: list[int] = []
