@@ -13,6 +13,8 @@ next to nothing and does not import torch.
 
 from __future__ import annotations
 
+from os.path import realpath as _realpath
+
 TYPE_CHECKING = False  # without importing typing, which every interpreter that an engine starts would pay for
 if TYPE_CHECKING:
     from typing import Any
@@ -21,6 +23,9 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = ["Model", "attach", "open", "publish"]
+
+# `ballast inject` may point a link to a newer copy while we run: what is imported later is to come from this one.
+__path__ = [_realpath(folder) for folder in __path__]
 
 
 def __getattr__(name: str) -> Any:

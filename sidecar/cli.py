@@ -307,7 +307,42 @@ def run(
     if paths.dir != Path(DEFAULT_DIR) or "BALLAST_DIR" in environ:
         environ["BALLAST_DIR"] = str(paths.dir)
     environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(SITE), environ.get("PYTHONPATH"))))
+    if mode is not Mode.off and (option := _isolated(command)):
+        line = f"{command[0]} is started with {option}, which keeps the shim out of it: leave {option} away"
+        if mode is Mode.require:
+            return _say(f"{line} (--mode require: not starting it without Ballast)", FAILED)
+        _say(f"{line} (starting it without Ballast)", DONE)
     return _exec(command, environ)
+
+
+def _isolated(command: list[str]) -> str:
+    """The option by which a Python, called so or by a script's #! line, starts without the shim; "" if there is none."""
+    import shutil
+    import subprocess
+
+    from engine_shim.doctor import isolation
+
+    python = command
+    program = shutil.which(command[0])
+    if program is not None:
+        try:
+            with open(program, "rb") as file:
+                first = file.readline(256)
+        except OSError:
+            first = b""
+        if first.startswith(b"#!"):
+            python = first[2:].decode(errors="replace").split()
+            if python and os.path.basename(python[0]) == "env":
+                python = [word for word in python[1:] if not word.startswith("-S") and "=" not in word]
+    option = isolation(python)
+    if option in ("-I", "-E"):  # the environment is not looked at, but the shim may be installed in that Python
+        look = [python[0], option, "-c", "import engine_shim"]
+        try:
+            if subprocess.run(look, stdin=subprocess.DEVNULL, capture_output=True, timeout=60).returncode == 0:
+                return ""
+        except (OSError, subprocess.TimeoutExpired):
+            pass
+    return option
 
 
 def _exec(command: list[str], environ: dict[str, str]) -> int:
@@ -439,6 +474,43 @@ def verify(
         return DONE
     what = ", ".join(f"{one.model} ({one.generation})" for one in checked if not one.intact)
     return _say(f"{what} is not as it was published: stop its sidecar, run 'ballast purge', start it again", FAILED)
+
+
+@app.command(epilog="In an engine's container that holds only the shim: python -m engine_shim doctor")
+def doctor(pool: Pool = DEFAULT_POOL, json: Json = False, directory: Dir = Path(DEFAULT_DIR)) -> int:
+    """Find out why an engine does not attach: whose /dev/shm this is, its size, users, the sidecar, the shim.
+
+    Run it where the engine runs, in its container and with its environment. Exit codes: 0 nothing to mend, 1 faults.
+    """
+    from engine_shim import doctor as examination
+
+    # Without BALLAST_POOL this is a sidecar's shell or an operator's, where no shim is expected to be on.
+    return examination.run(_paths(pool, directory), json, engine="BALLAST_POOL" in os.environ)
+
+
+# Engines' containers --------------------------------------------------------------------------------------------------
+
+
+@app.command(
+    epilog="""In an init container: ballast inject /ballast
+
+The engine, with the same volume: PYTHONPATH=/ballast BALLAST_POOL=main python my_engine.py"""
+)
+def inject(
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", show_default=False, help="The shared volume, where it is mounted here.")
+    ],
+) -> int:
+    """Put the shim into a volume that an engine's container shares: its image need not be rebuilt.
+
+    The engine needs PYTHONPATH=DIR (as it has it mounted) and BALLAST_POOL. Any Python from 3.9 on will do there.
+    """
+    from sidecar import inject as injecting
+
+    done = injecting.inject(Path(os.path.abspath(folder)))
+    print(f"{done.directory} {'now has' if done.changed else 'already had'} the shim ({done.copy})")
+    print("start the engine with PYTHONPATH set to this folder, as it sees it, and BALLAST_POOL set to the pool's name")
+    return DONE
 
 
 # Cleaning up ----------------------------------------------------------------------------------------------------------

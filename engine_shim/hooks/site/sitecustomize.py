@@ -1,8 +1,9 @@
 """Switches the shim on in an interpreter in which Ballast is not installed: this file's folder goes on PYTHONPATH.
 
-`ballast run` puts it there. In an engine's image that cannot be rebuilt, mount the folder `engine_shim` anywhere and set
-`PYTHONPATH=<there>/engine_shim/hooks/site`. Python's `site` imports this module at start-up; without BALLAST_POOL it does
-nothing but give way to the `sitecustomize` that it hides, if there is one.
+`ballast run` puts it there. Where an engine's image cannot be rebuilt, `ballast inject DIR` puts a link to this file into
+DIR, for `PYTHONPATH=DIR`; or mount the folder `engine_shim` anywhere, for `PYTHONPATH=<there>/engine_shim/hooks/site`.
+Python's `site` imports this module at start-up; without BALLAST_POOL it does nothing but give way to the `sitecustomize`
+that it hides, if there is one.
 
 The parent folder of `engine_shim` may be the whole site-packages of the sidecar, with versions of other libraries that
 the engine must not see. So it does not go on `sys.path`; a finder at the very end of `sys.meta_path` looks there for
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
-_SHIM = os.path.dirname(os.path.dirname(_HERE))
+_SHIM = os.path.dirname(os.path.dirname(os.path.dirname(os.path.realpath(__file__))))  # this file may be a link
 
 
 class _ShimFinder:
