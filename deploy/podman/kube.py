@@ -1,0 +1,63 @@
+"""Makes a Pod that `podman kube play` runs out of a rendered overlay: `python3 kube.py DIRECTORY <rendered.yaml >pod.yaml`.
+
+    mkdir -p /run/ballast && mount -t tmpfs -o size=2g,mode=1777 tmpfs /run/ballast
+    kubectl kustomize deploy/kubernetes/overlays/cpu | python3 deploy/podman/kube.py /run/ballast >pod.yaml
+    podman kube play pod.yaml
+
+podman knows no native sidecars and no emptyDir in memory. So, and only so, the Pod differs from Kubernetes' own:
+
+- the sidecar is an ordinary container beside the engine;
+- nothing makes the engine wait for it; so the engine runs with BALLAST_MODE=require, ends as long as the pool is not there, and
+  is started again by podman;
+- the memory volume is DIRECTORY, where you have mounted a tmpfs, at /dev/shm in both;
+- probes are left away: without systemd podman does not run them. Ask `podman exec POD-sidecar ballast wait`.
+"""
+
+from __future__ import annotations
+
+import sys
+
+try:
+    import yaml
+except ImportError:
+    sys.exit("kube.py needs PyYAML: pip install pyyaml (Debian: apt install python3-yaml)")
+
+PROBES = ("startupProbe", "livenessProbe", "readinessProbe")
+UNKNOWN_TO_PODMAN = ("fsGroupChangePolicy",)
+
+
+def transform(documents, directory):
+    """The Pod of the first Deployment in `documents`."""
+    deployments = [one for one in documents if one and one["kind"] == "Deployment"]
+    if not deployments:
+        sys.exit("there is no Deployment in the input: pipe 'kubectl kustomize deploy/kubernetes/overlays/cpu' into this")
+    template = deployments[0]["spec"]["template"]
+    spec = template["spec"]
+    once = [one for one in spec.get("initContainers", []) if one.get("restartPolicy") != "Always"]
+    sidecars = [one for one in spec.get("initContainers", []) if one.get("restartPolicy") == "Always"]
+    user = {key: spec["securityContext"][key] for key in ("runAsUser", "runAsGroup") if key in spec["securityContext"]}
+    for one in (*once, *sidecars, *spec["containers"]):
+        one.pop("restartPolicy", None)
+        for probe in PROBES:
+            one.pop(probe, None)
+        one["securityContext"] = {**one.get("securityContext", {}), **user}  # podman does not hand them down from the pod
+        one["imagePullPolicy"] = "Never"
+    for one in spec["containers"]:
+        one.setdefault("env", []).append({"name": "BALLAST_MODE", "value": "require"})
+    for volume in spec["volumes"]:
+        if (volume.get("emptyDir") or {}).get("medium") == "Memory":
+            volume.clear()
+            volume.update(name="shm", hostPath={"path": directory, "type": "Directory"})
+        elif "emptyDir" in volume:
+            volume["emptyDir"] = {}
+    for name in UNKNOWN_TO_PODMAN:
+        spec["securityContext"].pop(name, None)
+    spec.update(initContainers=once, containers=[*sidecars, *spec["containers"]], restartPolicy="Always")
+    metadata = {"name": deployments[0]["metadata"]["name"], "labels": template["metadata"]["labels"]}
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: kube.py DIRECTORY <rendered.yaml >pod.yaml; DIRECTORY is a mounted tmpfs")
+    yaml.safe_dump(transform(list(yaml.safe_load_all(sys.stdin)), sys.argv[1]), sys.stdout, sort_keys=False)
