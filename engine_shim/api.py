@@ -12,7 +12,8 @@ from typing import Any, Mapping, Optional, Union
 
 import torch
 
-from engine_shim import ladder, modules
+from engine_shim import device as devices
+from engine_shim import ladder, modules, onboard
 from engine_shim.handoff import catalog, identity
 from engine_shim.handoff.catalog import Catalog, Generation
 from engine_shim.handoff.errors import Mismatch, NotFound, NotReady
@@ -20,7 +21,7 @@ from engine_shim.handoff.manifest import Manifest
 from engine_shim.handoff.names import PoolPaths
 from engine_shim.handoff.publication import Publication
 from engine_shim.handoff.room import gib
-from engine_shim.mapping import Segments, Tensors
+from engine_shim.mapping import Residency, Tensors
 
 PathLike = Union[str, "os.PathLike[str]"]
 
@@ -32,7 +33,7 @@ class Model:
     order of the files' headers), `metadata` (file → its `__metadata__`), `manifest`.
     """
 
-    def __init__(self, contents: Manifest, segments: Segments) -> None:
+    def __init__(self, contents: Manifest, segments: Residency) -> None:
         self.name = contents.model
         self.generation = contents.generation
         self.manifest = contents
@@ -63,8 +64,12 @@ def open(
     pool: Optional[str] = None,
     wait: Optional[float] = None,
     checkpoint: Optional[PathLike] = None,
+    device: Optional[devices.Device] = None,
 ) -> Model:
     """Attaches to the newest ready generation of a model. Zero-copy; costs milliseconds whatever the model's size.
+
+    With a `device` (`"cuda:0"`, a GPU's UUID) the tensors are there: zero-copy where the sidecar keeps a copy on that GPU,
+    which then is shared and must not be written to; otherwise each is copied from host memory when it is first asked for.
 
     `name` may be left out where BALLAST_MODEL names it or the pool holds one model only. `pool` defaults to BALLAST_POOL.
     Waits up to `wait` seconds (default BALLAST_WAIT, 600) for a sidecar that is still loading it. With `checkpoint`, the
@@ -74,6 +79,7 @@ def open(
     Raises NotFound, NotReady, Mismatch, Damaged or Foreign, all of them HandoffError, each one sentence with a remedy.
     """
     view = ladder.pool(PoolPaths.from_environment(pool=pool))
+    where = None if device is None else devices.gpu(device)
     settings = ladder.Settings.read()
     limit = settings.wait if wait is None else wait
     progress = ladder.Progress()
@@ -94,7 +100,7 @@ def open(
             )
         try:
             contents = view.manifest(generation)
-            segments = view.attach(generation, contents)
+            segments = ladder.residency(view, generation, contents, where)
             break
         except NotFound:  # retired between two looks: look again; but what is missing from one that stays will not come
             if time.monotonic() > deadline or view.catalog().get(generation.number) == generation:
@@ -145,26 +151,32 @@ def attach(
     wait: Optional[float] = None,
     key: Optional[Mapping[str, Any]] = None,
     checkpoint: Optional[PathLike] = None,
+    device: Optional[devices.Device] = None,
 ) -> torch.nn.Module:
     """Binds a model's weights into `module`, zero-copy, and returns it. The module may be built on `meta` or normally.
 
     Where the pool holds state that was published for this module's class, this torch and this `key`, that is used;
     otherwise the checkpoint's tensors by name. Everything is checked before anything is touched: raises Mismatch, with the
-    first difference, and leaves the module as it was.
+    first difference, and leaves the module as it was. With a `device`, on that GPU, as with `open`.
     """
-    published = _published(module, name, pool, key)
+    where = None if device is None else devices.gpu(device)
+    published = _published(module, name, pool, key, where)
     if published is not None:
         contents, segments = published
         modules.restore(module, contents, segments)
-        return module
-    model = open(name, pool=pool, wait=wait, checkpoint=checkpoint)
-    modules.bind(module, model.tensors, model.name)
-    return module
+    else:
+        model = open(name, pool=pool, wait=wait, checkpoint=checkpoint, device=device)
+        modules.bind(module, model.tensors, model.name)
+    return module if where is None else module.to(devices.torch_device(where.ordinal))  # what was not bound follows
 
 
 def _published(
-    module: torch.nn.Module, name: Optional[str], pool: Optional[str], key: Optional[Mapping[str, Any]]
-) -> Optional[tuple[Manifest, Segments]]:
+    module: torch.nn.Module,
+    name: Optional[str],
+    pool: Optional[str],
+    key: Optional[Mapping[str, Any]],
+    where: Optional[devices.Gpu],
+) -> Optional[tuple[Manifest, Residency]]:
     view = ladder.pool(PoolPaths.from_environment(pool=pool))
     now = view.catalog()
     model = name or ladder.Settings.read().model or _only(now)
@@ -173,7 +185,7 @@ def _published(
         if generation.kind == catalog.ENGINE and generation.key == wanted:
             try:
                 contents = view.manifest(generation)
-                return contents, view.attach(generation, contents)
+                return contents, ladder.residency(view, generation, contents, where)
             except NotFound:
                 continue
     return None
@@ -206,7 +218,7 @@ def publish(
     with Publication(paths, name) as publication:
         for tensor in captured.storages:
             publication.add(tensor)
-        publication.commit(captured.state, full_key, wanted)
+        publication.commit({**captured.state, **onboard.home(captured)}, full_key, wanted)
         ladder.say_once(
             20, f"published the state of {name} to pool {paths.pool} ({gib(publication.nbytes)}, {publication.identifier})"
         )

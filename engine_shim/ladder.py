@@ -18,14 +18,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Callable, Mapping, NoReturn, Optional, Sequence, TypeVar
 
-from engine_shim.handoff import attachment, catalog, identity, manifest, posix
+from engine_shim import device, onboard
+from engine_shim.handoff import attachment, catalog, holder, identity, manifest, posix
 from engine_shim.handoff.catalog import Catalog, ControlPage, Generation
 from engine_shim.handoff.errors import Damaged, HandoffError, Mismatch, NotFound, NotReady
 from engine_shim.handoff.manifest import Manifest
 from engine_shim.handoff.names import PoolPaths
 from engine_shim.handoff.room import gib
 from engine_shim.handoff.semaphores import Bell
-from engine_shim.mapping import Segments, Shard
+from engine_shim.mapping import Residency, Segments, Shard, Uploaded
 
 log = logging.getLogger("ballast")
 
@@ -143,7 +144,7 @@ class Pool:
         self.paths = paths
         self._control: Optional[ControlPage] = None
         self._manifests: dict[int, tuple[tuple[int, int, int], Manifest]] = {}
-        self._leases: dict[int, Lease] = {}
+        self._leases: dict[tuple[int, str], Lease] = {}  # of a generation in a residency
         self._lock = threading.RLock()
 
     def control(self) -> ControlPage:
@@ -192,14 +193,9 @@ class Pool:
             page = self.control()
             if self._manifests.get(generation.number, (None, None))[1] is not contents:
                 raise NotFound(f"generation {generation.number} of {generation.model!r} was replaced just now")
-            lease = self._leases.get(generation.number)
-            if lease is None or not lease.enter():
-                lease = Lease(attachment.Token.take(self.paths, generation.number, generation.model, engine))
-                self._leases[generation.number] = lease
+            lease = self._lease(generation, engine)
             try:
-                now = page.read().get(generation.number)
-                if now is None or now.state not in (catalog.READY, catalog.LOADING):
-                    raise NotFound(f"generation {generation.number} of {generation.model!r} was retired just now")
+                self._still_there(page, generation)
                 segments = Segments(
                     lambda index: self.paths.segment(generation.number, index), contents.segments, on_map=lease.hold,
                     inodes=contents.inodes,
@@ -212,6 +208,51 @@ class Pool:
                 return segments
             finally:
                 lease.leave()
+
+    def attach_copy(self, generation: Generation, contents: Manifest, where: device.Gpu, engine: str = "") -> device.Copy:
+        """The generation as it lies in the memory of a GPU, leased and watched over. Raises NotFound where there is no copy, or
+        it is being withdrawn; DeviceError where it cannot be opened.
+
+        The order is that of `attach`: first the record, then a second look, at the catalog and at what the holder serves.
+        """
+        copy = device.copy_on(contents, where)
+        if copy is None:
+            raise NotFound(f"generation {generation.number} of {generation.model!r} has no copy on {where.uuid}")
+        with self._lock:
+            page = self.control()
+            watch = holder.Watch(self.paths, copy.holder)
+            try:
+                lease = self._lease(generation, engine, holder.DEVICE + copy.gpu)
+                try:
+                    self._still_there(page, generation)
+                    device.check_served(self.paths, contents, copy, watch)
+                    opened = device.import_copy(copy, where, lease)
+                    lease.hold(opened)
+                    if not page.current or not watch.alive:
+                        raise NotFound(f"pool {self.paths.pool!r}, or the holder of its device memory, went just now")
+                finally:
+                    lease.leave()
+            except BaseException:
+                watch.close()
+                raise
+        onboard.watch_over(watch, generation.model, opened)
+        return opened
+
+    def _lease(self, generation: Generation, engine: str, residency: str = "host") -> Lease:
+        key = (generation.number, residency)
+        lease = self._leases.get(key)
+        if lease is None or not lease.enter():
+            lease = Lease(
+                attachment.Token.take(self.paths, generation.number, generation.model, engine, residency=residency)
+            )
+            self._leases[key] = lease
+        return lease
+
+    @staticmethod
+    def _still_there(page: ControlPage, generation: Generation) -> None:
+        now = page.read().get(generation.number)
+        if now is None or now.state not in (catalog.READY, catalog.LOADING):
+            raise NotFound(f"generation {generation.number} of {generation.model!r} was retired just now")
 
     def wait(self, look: Callable[[Catalog], Optional[T]], timeout: float) -> Optional[T]:
         """Calls `look` on each new catalog until it gives an answer. None after `timeout` seconds, or when no living
@@ -275,6 +316,30 @@ def newest(models: Catalog, model: str, kind: str = catalog.CHECKPOINT, key: Opt
         raise NotReady(f"the sidecar could not load {model!r}: {failed[0].reason}")
     held = ", ".join(sorted({g.model for g in models.generations if g.kind == kind})) or "no model"
     raise NotFound(f"the pool holds no {model!r} but {held}: name it in 'ballast serve', or set BALLAST_MODEL")
+
+
+def residency(
+    view: Pool, generation: Generation, contents: Manifest, where: Optional[device.Gpu] = None, engine: str = ""
+) -> Residency:
+    """A generation where it is wanted: in host memory, or on a GPU; there from the copy that lies on it, or else copied from
+    host memory, with a line that says why. Raises NotFound if the generation is being retired."""
+    if where is None:
+        return view.attach(generation, contents, engine=engine)
+    try:
+        began = time.perf_counter()
+        copy = view.attach_copy(generation, contents, where, engine)
+        say_once(
+            logging.INFO, f"{generation.model} lies in the memory of {where.uuid}: generation {generation.number} of pool "
+            f"{view.paths.pool} ({gib(contents.nbytes)}), mapped in {1000 * (time.perf_counter() - began):.1f} ms",
+            about=(generation, where.uuid),
+        )  # fmt: skip
+        return copy
+    except HandoffError as error:
+        say_once(
+            logging.WARNING, f"{generation.model} is copied from host memory to {where.uuid}: {error}",
+            about=(generation, where.uuid, type(error)),
+        )  # fmt: skip
+        return Uploaded(view.attach(generation, contents, engine=engine), device.torch_device(where.ordinal))
 
 
 def fall_back(settings: Settings, what: str, reason: object) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any, Callable, Iterator, Mapping, Optional, Sequence
+from typing import Any, Callable, Iterator, Mapping, Optional, Protocol, Sequence
 
 import torch
 
@@ -41,12 +41,8 @@ def map_segment(path: Path, size: int, inode: Optional[int] = None) -> maps.Buff
         os.close(fd)
 
 
-def view(buffer: maps.Buffer, row: Tensor, derived: bool = False) -> torch.Tensor:
-    """The tensor that `row` describes in a mapped segment. Raises TypeError for an element type that this torch has not.
-
-    With `derived` it is a view of a flat tensor, as safetensors makes them, which some operations can tell (`detach_`,
-    `_version`); otherwise the flat tensor itself in its shape, which is made in half the time.
-    """
+def layout(row: Tensor) -> tuple[torch.dtype, tuple[int, ...]]:
+    """A row's type and shape as torch has them. Raises TypeError for an element type that this torch has not."""
     dtype = DTYPES.get(row.dtype)
     if dtype is None:
         raise TypeError(f"{row.name!r} is of type {row.dtype}, which torch {torch.__version__} does not have")
@@ -55,6 +51,16 @@ def view(buffer: maps.Buffer, row: Tensor, derived: bool = False) -> torch.Tenso
         if not shape or shape[-1] % _PACKED[row.dtype]:
             raise TypeError(f"{row.name!r} of {row.dtype} and shape {shape} has a last dimension that torch cannot pack")
         shape = (*shape[:-1], shape[-1] // _PACKED[row.dtype])
+    return dtype, shape
+
+
+def view(buffer: maps.Buffer, row: Tensor, derived: bool = False) -> torch.Tensor:
+    """The tensor that `row` describes in a mapped segment. Raises TypeError for an element type that this torch has not.
+
+    With `derived` it is a view of a flat tensor, as safetensors makes them, which some operations can tell (`detach_`,
+    `_version`); otherwise the flat tensor itself in its shape, which is made in half the time.
+    """
+    dtype, shape = layout(row)
     if not row.nbytes:
         return torch.empty(shape, dtype=dtype)
     if row.dtype == "BOOL":  # by way of bytes, since a byte that is neither 0 nor 1 must come through as it is
@@ -91,6 +97,66 @@ class Segments:
             self._on_map(found)
         return found
 
+    def flat(self, row: Tensor) -> torch.Tensor:
+        """A row's bytes."""
+        if not row.nbytes:
+            return torch.empty(0, dtype=torch.uint8)
+        return torch.frombuffer(self[row.segment], dtype=torch.uint8, count=row.nbytes, offset=row.offset)
+
+    def view(self, row: Tensor, derived: bool = False) -> torch.Tensor:
+        return view(self[row.segment], row, derived)
+
+
+class Residency(Protocol):
+    """Where a generation's tensors come from: host memory, a GPU's, or the one copied to the other."""
+
+    def flat(self, row: Tensor) -> torch.Tensor: ...
+
+    def view(self, row: Tensor, derived: bool = False) -> torch.Tensor: ...
+
+
+class Uploaded:
+    """Segments in host memory whose tensors are copied to a device when asked for: private there, through pinned buffers."""
+
+    def __init__(self, segments: Segments, device: torch.device) -> None:
+        self._segments = segments
+        self.device = device
+
+    def flat(self, row: Tensor) -> torch.Tensor:
+        return upload(self._segments.flat(row), self.device)
+
+    def view(self, row: Tensor, derived: bool = False) -> torch.Tensor:
+        dtype, shape = layout(row)
+        if not row.nbytes:
+            return torch.empty(shape, dtype=dtype, device=self.device)
+        flat = self.flat(row).view(dtype)
+        return flat.view(shape) if row.strides is None else flat.as_strided(shape, row.strides)
+
+
+_STAGE = 32 << 20  # bytes of each of two pinned buffers: long enough for the bus's full rate
+
+
+def upload(flat: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy of host bytes on a device. While one pinned buffer is on its way the other is filled."""
+    target = torch.empty(flat.numel(), dtype=torch.uint8, device=device)
+    pinned = device.type == "cuda"
+    buffers = [torch.empty(min(flat.numel(), _STAGE), dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
+    sent: list[Optional[torch.cuda.Event]] = [None, None]
+    for turn, start in enumerate(range(0, flat.numel(), _STAGE)):
+        piece = flat[start : start + _STAGE]
+        buffer, before = buffers[turn % 2][: piece.numel()], sent[turn % 2]
+        if before is not None:
+            before.synchronize()
+        buffer.copy_(piece)
+        target[start : start + _STAGE].copy_(buffer, non_blocking=True)
+        if pinned:
+            event = sent[turn % 2] = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(torch.cuda.current_stream(device))
+    for last in sent:
+        if last is not None:
+            last.synchronize()
+    return target
+
 
 class Shard:
     """One checkpoint file of an attached generation, in memory. Has a private map of its own."""
@@ -113,7 +179,7 @@ class Tensors(Mapping[str, torch.Tensor]):
     A tensor of a file in a subfolder (`unet/…`, `2_Dense/…`) is called `<subfolder>/<name>`: such files repeat names.
     """
 
-    def __init__(self, manifest: Manifest, segments: Segments) -> None:
+    def __init__(self, manifest: Manifest, segments: Residency) -> None:
         self._segments = segments
         self._rows: dict[str, Tensor] = {}
         self._views: dict[str, torch.Tensor] = {}
@@ -127,7 +193,7 @@ class Tensors(Mapping[str, torch.Tensor]):
         found = self._views.get(name)
         if found is None:
             row = self._rows[name]
-            found = self._views[name] = view(self._segments[row.segment], row)
+            found = self._views[name] = self._segments.view(row)
         return found
 
     def __iter__(self) -> Iterator[str]:

@@ -19,7 +19,7 @@ import torch
 from engine_shim.handoff.dtypes import BITS
 from engine_shim.handoff.errors import Damaged, Mismatch
 from engine_shim.handoff.manifest import Manifest
-from engine_shim.mapping import DTYPES, NAMES, Segments
+from engine_shim.mapping import DTYPES, NAMES, Residency
 
 _PIECE = 64 << 20  # bytes copied from a device at a time
 
@@ -322,11 +322,11 @@ TINY = 4096
 
 
 def views(
-    contents: Manifest, segments: Segments, rows: list[SlotRow], device: Optional[torch.device] = None
+    contents: Manifest, segments: Residency, rows: list[SlotRow], device: Optional[torch.device] = None
 ) -> list[torch.Tensor]:
     """One tensor for each slot; those on one storage share it, those that were one object are one object.
 
-    With a `device` other than the CPU each storage is copied there.
+    With a `device` other than the CPU each storage is copied there, unless it is there.
     """
     storages: dict[int, torch.UntypedStorage] = {}
     made: list[torch.Tensor] = []
@@ -336,12 +336,8 @@ def views(
             continue
         if row.storage not in storages:
             place = contents.tensors[row.storage]
-            flat = (
-                torch.frombuffer(segments[place.segment], dtype=torch.uint8, count=place.nbytes, offset=place.offset)
-                if place.nbytes
-                else torch.empty(0, dtype=torch.uint8)
-            )
-            if device is not None and device.type != "cpu":
+            flat = segments.flat(place)
+            if device is not None and device.type != "cpu" and flat.device != device:
                 flat = flat.to(device)
             elif place.nbytes <= TINY:
                 flat = flat.clone()
@@ -352,7 +348,7 @@ def views(
 
 
 def restore(
-    module: torch.nn.Module, contents: Manifest, segments: Segments, processed: AbstractSet[str] = frozenset()
+    module: torch.nn.Module, contents: Manifest, segments: Residency, processed: AbstractSet[str] = frozenset()
 ) -> None:
     """Binds a published state into `module`, in place, so that whoever holds its tensors holds the new bytes.
 

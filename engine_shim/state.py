@@ -18,14 +18,14 @@ from typing import AbstractSet, Any, Iterable, Mapping, Optional
 
 import torch
 
-from engine_shim import ladder, modules
+from engine_shim import device, ladder, modules
 from engine_shim.handoff import catalog
 from engine_shim.handoff.catalog import Generation
 from engine_shim.handoff.errors import Damaged, HandoffError, Mismatch, NotFound, NotReady
 from engine_shim.handoff.manifest import Manifest
 from engine_shim.handoff.names import PoolPaths
 from engine_shim.handoff.publication import Place, Publication
-from engine_shim.mapping import Segments
+from engine_shim.mapping import Residency
 from engine_shim.modules import Slot, TensorStorage
 
 log = logging.getLogger("ballast")
@@ -43,7 +43,7 @@ class Found:
 
     generation: Generation
     contents: Manifest
-    segments: Segments
+    segments: Residency
 
     @property
     def processed(self) -> AbstractSet[str]:
@@ -84,8 +84,13 @@ class Found:
             raise Mismatch(f"the module has {len(now)} tensors after post-processing and had {len(wanted)} when published")
 
 
-def find(key: str, engine: str = "", paths: Optional[PoolPaths] = None) -> Optional[Found]:
-    """The newest ready state with this key, or None. Raises HandoffError if there is one that cannot be used."""
+def find(
+    key: str, engine: str = "", paths: Optional[PoolPaths] = None, where: Optional[device.Gpu] = None
+) -> Optional[Found]:
+    """The newest ready state with this key, or None. Raises HandoffError if there is one that cannot be used.
+
+    With `where`, on that GPU: mapped where a copy lies there, else copied there.
+    """
     view = ladder.pool(paths)
     fitting = [g for g in view.catalog().generations if _ready(g) and g.key == key]
     for generation in sorted(fitting, key=lambda g: -g.number):
@@ -93,7 +98,7 @@ def find(key: str, engine: str = "", paths: Optional[PoolPaths] = None) -> Optio
             contents = view.manifest(generation)
             if contents.kind != catalog.ENGINE or contents.engine.get("key") != key:
                 raise Damaged(f"generation {generation.number} has another key than the catalog says: restart the sidecar")
-            return Found(generation, contents, view.attach(generation, contents, engine=engine))
+            return Found(generation, contents, ladder.residency(view, generation, contents, where, engine))
         except NotFound:
             continue  # retired between two looks
     return None

@@ -169,6 +169,14 @@ def serve(
         ),
     ] = None,
     directory: Dir = Path(DEFAULT_DIR),
+    device: Annotated[
+        str | None,
+        typer.Option(
+            envvar="BALLAST_DEVICE",
+            show_default=False,
+            help="Also keep copies on GPUs: cuda:all, cuda:0,1, or UUIDs (GPU-…, MIG-…). Needs the extra 'cuda'.",
+        ),
+    ] = None,
     on_exit: Annotated[
         OnExit | None,
         typer.Option(
@@ -215,14 +223,16 @@ def serve(
         held = ", ".join(model.name for model in models)
         raise NameRefused(f"--pin {strange}: this sidecar serves no such model but {held}")
     budget = Budget(None if max_bytes is None else parse_size(max_bytes), pin or ())
+    if device is not None:
+        _check_device(device)
     on = None if on_exit is None else on_exit.value
     if not progress.is_terminal():
-        return Sidecar(paths, models, on, progress.Lines(), budget).run()
+        return Sidecar(paths, models, on, progress.Lines(), budget, device).run()
     console = _console(stderr=True)
     bars = progress.Bars(console)
     _log_to(progress.BarsHandler(console))
     try:
-        return Sidecar(paths, models, on, bars, budget).run()
+        return Sidecar(paths, models, on, bars, budget, device).run()
     finally:
         bars.close()
 
@@ -244,6 +254,35 @@ def rollback(name: OneModel, pool: Pool = DEFAULT_POOL, directory: Dir = Path(DE
 
     print(request.ask(_paths(pool, directory), request.ROLLBACK, name))
     return DONE
+
+
+@app.command(epilog="In a container of its own, beside the sidecar's: ballast hold --device cuda:all")
+def hold(
+    device: Annotated[
+        str, typer.Option(envvar="BALLAST_DEVICE", help="cuda:all, cuda:0,1, or UUIDs (GPU-…, MIG-…).")
+    ] = "cuda:all",
+    pool: Pool = DEFAULT_POOL,
+    directory: Dir = Path(DEFAULT_DIR),
+) -> int:
+    """Own the device copies of a pool: the process that 'ballast serve --device' starts by itself.
+
+    Started on its own, it lets the sidecar be stopped and updated without engines losing what they have mapped.
+
+    Stays in the foreground until the pool is removed, or it is stopped and no engine uses its memory any more.
+    """
+    from sidecar import holder
+
+    _check_device(device)
+    return holder.run(_paths(pool, directory), device)
+
+
+def _check_device(spec: str) -> None:
+    from sidecar import cuda
+
+    try:
+        cuda.parse(spec)
+    except ValueError as error:
+        raise NameRefused(str(error)) from None
 
 
 # Engines --------------------------------------------------------------------------------------------------------------

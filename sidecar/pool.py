@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine_shim.handoff import attachment, catalog, manifest, posix, publication, request, semaphores
+from engine_shim.handoff import attachment, catalog, holder, manifest, posix, publication, request, semaphores
 from engine_shim.handoff.catalog import Catalog, ControlPage, Generation
 from engine_shim.handoff.errors import Busy, Damaged, Foreign, HandoffError, NotFound
 from engine_shim.handoff.manifest import Manifest
@@ -148,7 +148,7 @@ class PoolWriter:
         """Removes what belongs to nobody: objects that the catalog does not list, records of dead engines, publications
         of dead publishers. Says how many."""
         with self._lock, self.guard.hold(GUARD_TIMEOUT):
-            count = attachment.sweep(self.paths)
+            count = attachment.sweep(self.paths) + holder.sweep(self.paths)
             listed = {generation.number for generation in self.catalog.generations}
             building = {g.number for g in self.catalog.generations if g.state == catalog.LOADING}
             objects = self.paths.objects()

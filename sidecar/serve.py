@@ -31,6 +31,7 @@ from sidecar.budget import Budget, Postponed
 from sidecar.checkpoint import Checkpoint, CheckpointError
 from sidecar.loader import Cancelled, Loaded, Placed, ShardLoader
 from sidecar.pool import PoolWriter
+from sidecar.residency import Residency
 
 log = logging.getLogger("ballast")
 
@@ -138,11 +139,13 @@ class Sidecar:
         on_exit: str | None = None,
         progress: Progress | None = None,
         budget: Budget | None = None,
+        device: str | None = None,
     ) -> None:
         self.paths = paths
         self.models = {model.name: model for model in models}
         self._on_exit = on_exit
         self._budget = budget or Budget()
+        self._device = device
         self._tell = progress or (lambda *_: None)
         self._stop = threading.Event()
         self._signal = 0
@@ -159,6 +162,7 @@ class Sidecar:
         """
         pool = self._pool = PoolWriter(self.paths)
         pool.admit = self._admit
+        self._residency = Residency(pool, self._device)
         previous = [signal.signal(number, self._on_signal) for number in (signal.SIGTERM, signal.SIGINT)]
         remove = False
         worker = threading.Thread(target=self._work, name="ballast-loader")
@@ -180,6 +184,7 @@ class Sidecar:
             if worker.ident is not None:
                 worker.join()
             pool.close(remove)
+            self._residency.end(remove)
             for number, handler in zip((signal.SIGTERM, signal.SIGINT), previous, strict=True):
                 signal.signal(number, handler)
             log.info("stopped; the pool %s", "is removed" if remove else "stays for the next sidecar")
@@ -221,6 +226,7 @@ class Sidecar:
                     next_sweep = now + SWEEP_EVERY
                     pool.sweep()
                 pool.collect()
+                self._residency.turn()
             except HandoffError as error:  # somebody held the guard for too long, or there was no room: next time
                 log.warning("%s", error)
             if self._hopeless():

@@ -37,3 +37,11 @@ class NoRoom(HandoffError):
 
 class Mismatch(HandoffError):
     """The weights in the pool are not the weights that were asked for."""
+
+
+class DeviceError(HandoffError):
+    """A GPU, or its driver, refused what was asked of it. `code` is the driver's, 0 where it was not asked."""
+
+    def __init__(self, message: str, code: int = 0) -> None:
+        super().__init__(message)
+        self.code = code

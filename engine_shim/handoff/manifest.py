@@ -6,6 +6,7 @@ and has exactly the bytes that its type and shape call for. `docs/protocol.md` d
 
 from __future__ import annotations
 
+import base64
 import functools
 import gc
 import hashlib
@@ -40,6 +41,9 @@ _HEADER = struct.Struct("<8sIIQ32s")  # magic, format, reserved, length of JSON,
 LIMIT = 2 << 30  # bytes of JSON: ten million tensors
 _DIGEST = re.compile(r"[0-9a-f]{32}\Z")
 _LARGE = 1 << 62
+HANDLE_BYTES = 64  # CU_IPC_HANDLE_SIZE of cuda.h
+_GPU = re.compile(r"(?:GPU|MIG)-[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}\Z")
+_HOLDER = re.compile(r"[0-9a-f]{16}\Z")
 
 
 class Tensor(NamedTuple):
@@ -71,6 +75,23 @@ class Shard:
     segment: int
 
 
+class Window(NamedTuple):
+    """One segment in a GPU's memory: the handle of an allocation, its size, and where in it the segment begins."""
+
+    handle: bytes
+    size: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class DeviceCopy:
+    """A generation's bytes in the memory of one GPU, as long as its holder lives: `segments` as in the manifest."""
+
+    gpu: str  # UUID as NVIDIA's tools write it
+    holder: str  # the process that owns the memory: the id of its record, another one for each of its lives
+    segments: tuple[Window, ...]
+
+
 @dataclass(frozen=True)
 class Manifest:
     """One generation. `complete` is False while it is being loaded: then digests and samples are not there yet."""
@@ -88,6 +109,7 @@ class Manifest:
     state: Mapping[str, Any] = field(default_factory=dict)  # of an engine's module tree; see engine_shim.modules
     engine: Mapping[str, Any] = field(default_factory=dict)  # what an engine's state depends on
     inodes: tuple[int, ...] = ()  # of the segments, once complete: a segment under another's name is not that one
+    devices: tuple[DeviceCopy, ...] = ()
 
     @property
     def content(self) -> str:
@@ -152,6 +174,8 @@ def encode(manifest: Manifest) -> bytes:
         ],
         "tensors": [tuple(tensor) for tensor in manifest.tensors],
     }
+    if manifest.devices:  # otherwise the very bytes that a Ballast without device copies writes
+        document["devices"] = [device_row(copy) for copy in manifest.devices]
     body = _dumps(document)
     return _HEADER.pack(MAGIC, FORMAT, 0, len(body), _digest(body)) + body
 
@@ -203,6 +227,26 @@ def write(manifest: Manifest, path: Path, group: Optional[int] = None) -> None:
         os.close(fd)
 
 
+def device_row(copy: DeviceCopy) -> dict[str, Any]:
+    """A device copy as JSON has it."""
+    windows = [[base64.b64encode(w.handle).decode(), w.size, w.offset] for w in copy.segments]
+    return {"gpu": copy.gpu, "holder": copy.holder, "segments": windows}
+
+
+def parse_device(row: Any, segments: Sequence[int]) -> DeviceCopy:
+    """Checks every number. Raises ValueError and its like."""
+    _require(isinstance(row["gpu"], str) and _GPU.match(row["gpu"]), "a GPU's UUID")
+    _require(isinstance(row["holder"], str) and _HOLDER.match(row["holder"]), "a holder's id")
+    _require(isinstance(row["segments"], list) and len(row["segments"]) == len(segments), "a GPU's segments")
+    windows = []
+    for (text, size, offset), needed in zip(row["segments"], segments):
+        handle = base64.b64decode(text, validate=True)
+        _require(len(handle) == HANDLE_BYTES, "a GPU's handle")
+        _require(_whole(size) and _whole(offset) and offset + needed <= size, "the place of a segment on a GPU")
+        windows.append(Window(handle, size, offset))
+    return DeviceCopy(row["gpu"], row["holder"], tuple(windows))
+
+
 def _digest(body: bytes) -> bytes:
     return hashlib.blake2b(body, digest_size=32).digest()
 
@@ -240,6 +284,7 @@ def _parse(raw: Any) -> Manifest:
         state=raw["state"],
         engine=raw["engine"],
         inodes=tuple(_inodes(raw.get("inodes", []), len(segments))),
+        devices=tuple(parse_device(row, segments) for row in raw.get("devices", ())),
     )
 
 

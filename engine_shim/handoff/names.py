@@ -25,6 +25,7 @@ _MODEL = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._/-]{0,254}[A-Za-z0-9._-])?\Z")
 _OBJECT = re.compile(
     r"(?:(?P<ctl>ctl)|g(?P<generation>[0-9]{1,18})\.(?:(?P<manifest>manifest)|w(?P<segment>[0-9]{1,9}))"
     r"|a\.(?P<attachment>[0-9a-f]{16})|do\.(?P<request>[0-9a-f]{16})|did\.(?P<answer>[0-9a-f]{16})"
+    r"|a\.(?P<attachment>[0-9a-f]{16})|d\.(?P<holder>[0-9a-f]{16})(?:\.g(?P<copy>[0-9]{1,18}))?"
     r"|in\.(?P<publication>[0-9a-f]{16})(?:\.w(?P<part>[0-9]{1,9}))?)"
     r"(?P<tmp>(?:\.[0-9a-f]{16})?\.tmp)?\Z"
 )
@@ -59,7 +60,7 @@ class ObjectName:
     """A parsed file name of a pool: which kind of object it is, and of which generation."""
 
     file: str
-    kind: str  # ctl | manifest | segment | attachment | publication | request | answer
+    kind: str  # ctl | manifest | segment | attachment | publication | request | answer | holder | copies
     generation: Optional[int]
     tmp: bool
 
@@ -97,6 +98,13 @@ class PoolPaths:
     def attachment(self, identifier: str) -> Path:
         return self.path(f"a.{identifier}")
 
+    def holder(self, identifier: str) -> Path:
+        return self.path(f"d.{identifier}")
+
+    def copies(self, identifier: str, generation: int) -> Path:
+        """What a holder says of one generation's device copies."""
+        return self.path(f"d.{identifier}.g{generation}")
+
     def publication(self, identifier: str) -> Path:
         """The manifest of an engine's publication; its segments are `publication_segment`s."""
         return self.path(f"in.{identifier}")
@@ -131,6 +139,7 @@ class PoolPaths:
         kind = (
             "ctl" if part["ctl"] else "manifest" if part["manifest"] else "segment" if part["segment"]
             else "attachment" if part["attachment"] else "request" if part["request"] else "answer" if part["answer"]
+            else "copies" if part["copy"] else "holder" if part["holder"]
             else "publication"
         )  # fmt: skip
         generation = int(part["generation"]) if part["generation"] else None
