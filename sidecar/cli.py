@@ -262,6 +262,7 @@ def hold(
         str, typer.Option(envvar="BALLAST_DEVICE", help="cuda:all, cuda:0,1, or UUIDs (GPU-…, MIG-…).")
     ] = "cuda:all",
     pool: Pool = DEFAULT_POOL,
+    wait: Annotated[bool, typer.Option(help="Wait for a pool that is not there yet.")] = True,
     directory: Dir = Path(DEFAULT_DIR),
 ) -> int:
     """Own the device copies of a pool: the process that 'ballast serve --device' starts by itself.
@@ -273,7 +274,7 @@ def hold(
     from sidecar import holder
 
     _check_device(device)
-    return holder.run(_paths(pool, directory), device)
+    return holder.run(_paths(pool, directory), device, wait)
 
 
 def _check_device(spec: str) -> None:
@@ -487,6 +488,7 @@ def manifest(
 def verify(
     name: AnyModel = None,
     pool: Pool = DEFAULT_POOL,
+    device: Annotated[bool, typer.Option("--device", help="Read the copies on GPUs back as well.")] = False,
     json: Json = False,
     directory: Dir = Path(DEFAULT_DIR),
 ) -> int:
@@ -497,12 +499,13 @@ def verify(
     from engine_shim.handoff.room import gib
     from sidecar import status
 
-    checked = list(status.verify(_paths(pool, directory), name))
+    checked = list(status.verify(_paths(pool, directory), name, device))
     if json:
         _print_json({"generations": [one.as_json() for one in checked]})
     else:
         for one in checked:
-            label = f"{one.model}, generation {one.generation}"
+            where = "" if one.residency == "host" else f" on {one.residency.partition(':')[2]}"
+            label = f"{one.model}, generation {one.generation}{where}"
             for tensor in one.damaged:
                 print(f"{label}: {status.printable(tensor)} is damaged")
             if one.problem:

@@ -54,10 +54,11 @@ class Held:
 class Holder:
     """Holds copies of one pool's generations on some GPUs, until the pool is gone or it is told to stop."""
 
-    def __init__(self, paths: PoolPaths, gpus: list[cuda.Gpu], way: str = cuda.STAGED) -> None:
+    def __init__(self, paths: PoolPaths, gpus: list[cuda.Gpu], way: str = cuda.STAGED, wait: bool = True) -> None:
         self.paths = paths
         self.gpus = gpus
         self._way = way
+        self._wait = wait  # for a pool that is not there yet
         self._held: dict[tuple[int, str], Held] = {}
         self._lacking: dict[tuple[int, str], str] = {}
         self._retry: dict[tuple[int, str], float] = {}
@@ -127,7 +128,7 @@ class Holder:
             try:
                 self._page = ControlPage.open(self.paths)
             except NotFound:
-                return True  # its sidecar has not started yet
+                return self._wait  # its sidecar has not started yet; or, if that started us, is gone with the pool
             except HandoffError as error:
                 log.warning("%s", error)
                 return True
@@ -363,10 +364,13 @@ class Holder:
                 self._written.pop(number, None)
 
 
-def run(paths: PoolPaths, spec: str) -> int:
-    """Holds copies on the GPUs that `spec` names until the pool is gone. Raises DeviceError or Busy."""
+def run(paths: PoolPaths, spec: str, wait: bool = True) -> int:
+    """Holds copies on the GPUs that `spec` names until the pool is gone; with `wait`, the pool may come later.
+
+    Raises DeviceError or Busy.
+    """
     way = os.environ.get("BALLAST_UPLOAD", cuda.STAGED).strip().lower()
     if way not in cuda.WAYS:
         log.warning("BALLAST_UPLOAD=%s is none of %s; taken as %s", way, ", ".join(cuda.WAYS), cuda.STAGED)
         way = cuda.STAGED
-    return Holder(paths, cuda.gpus(spec), way).run()
+    return Holder(paths, cuda.gpus(spec), way, wait).run()

@@ -73,7 +73,7 @@ class Residency:
         if self._spec is None or alive or self._process is not None or now < self._next_start:
             return
         paths = self._pool.paths
-        command = [sys.executable, "-m", "sidecar", "hold", "--pool", paths.pool, "--dir", os.fspath(paths.dir)]
+        command = [sys.executable, "-m", "sidecar", "hold", "--no-wait", "--pool", paths.pool, "--dir", os.fspath(paths.dir)]
         try:
             # In a session of its own: what ends the sidecar, a Ctrl-C at its terminal say, is not to end the holder.
             self._process = subprocess.Popen(

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine_shim.handoff import attachment, catalog, manifest, publication, request, room
+from engine_shim.handoff import attachment, catalog, holder, manifest, publication, request, room
 from engine_shim.handoff.attachment import Record
 from engine_shim.handoff.catalog import Catalog, ControlPage, Generation
 from engine_shim.handoff.errors import Damaged, HandoffError, NotFound, NotReady
-from engine_shim.handoff.manifest import Manifest
+from engine_shim.handoff.manifest import DeviceCopy, Manifest
 from engine_shim.handoff.names import DEFAULT_DIR, ObjectName, PoolPaths
 from sidecar import pool
 
@@ -52,6 +52,7 @@ class PoolStatus:
     leftovers: tuple[Leftover, ...]
     bytes: int  # of shared memory that the pool's objects take
     room: room.Room
+    devices: Mapping[int, Mapping[str, str]] = field(default_factory=dict)  # generation -> GPU -> "resident", or why not
 
     def attached(self, generation: Generation) -> int:
         return sum(record.generation == generation.number for record in self.attachments)
@@ -78,6 +79,7 @@ class PoolStatus:
                     "key": generation.key or None,
                     "evicted": generation.evicted,
                     "attachments": self.attached(generation),
+                    "devices": dict(self.devices.get(generation.number, {})),
                 }
                 for generation in self.generations
             ],
@@ -117,7 +119,16 @@ def look(paths: PoolPaths) -> PoolStatus:
         leftovers=tuple(_leftovers(paths, objects, now, records)),
         bytes=sum(_allocated(paths.dir / found.file) for found in objects),
         room=room.room(paths.dir),
+        devices=_devices(paths),
     )
+
+
+def _devices(paths: PoolPaths) -> dict[int, dict[str, str]]:
+    found: dict[int, dict[str, str]] = {}
+    for number, page in holder.pages(paths):
+        where = {gpu: "resident" if gpu in page.gpus else "being freed once unused" for gpu in page.held}
+        found.setdefault(number, {}).update({**where, **page.lacking})
+    return found
 
 
 def exists(paths: PoolPaths) -> bool:
@@ -184,6 +195,8 @@ def show(status: PoolStatus, console: Console) -> None:
             if g.state == catalog.LOADING:
                 detail = f"{100 * g.done // (g.total or 1)} %" + ("" if status.sidecar_alive else ", stopped")
             state = "evicted" if g.evicted else g.state
+            for gpu, how in status.devices.get(g.number, {}).items():
+                detail += f"{'; ' if detail else ''}{printable(gpu)}: {printable(how)}"
             table.add_row(
                 g.model, str(g.number), g.kind, Text(state, style=_STYLES[g.state]), room.gib(g.total),
                 age(now - g.since), str(status.attached(g)), Text(detail),
@@ -416,6 +429,7 @@ class Verified:
     seconds: float
     damaged: tuple[str, ...] = ()
     problem: str | None = None
+    residency: str = "host"
 
     @property
     def intact(self) -> bool:
@@ -425,8 +439,9 @@ class Verified:
         return {**asdict(self), "intact": self.intact}
 
 
-def verify(paths: PoolPaths, model: str | None = None) -> Iterator[Verified]:
-    """Computes the digests of every ready generation, of `model` or of all models, from the bytes in memory now.
+def verify(paths: PoolPaths, model: str | None = None, device: bool = False) -> Iterator[Verified]:
+    """Computes the digests of every ready generation, of `model` or of all models, from the bytes in memory now; with `device`
+    also of the copies on GPUs, which are read back for it.
 
     Holds an attachment meanwhile, so that nothing is freed under it. Raises NotFound if there is nothing to verify.
     """
@@ -444,6 +459,8 @@ def verify(paths: PoolPaths, model: str | None = None) -> Iterator[Verified]:
                 still = page.read().get(generation.number)
                 if still is not None and still.state == catalog.READY:
                     yield _verify(paths, generation)
+                    if device:
+                        yield from _verify_copies(paths, generation)
             finally:
                 token.release()
     finally:
@@ -463,3 +480,56 @@ def _verify(paths: PoolPaths, generation: Generation) -> Verified:
         generation.model, generation.number, len(contents.tensors), contents.nbytes, time.monotonic() - began,
         tuple(damaged),
     )  # fmt: skip
+
+
+class _Kept:
+    """Stands where an engine's lease stands: here the attachment is given up by hand, once the copy is closed."""
+
+    def hold(self, thing: object) -> None:
+        pass
+
+
+def _verify_copies(paths: PoolPaths, generation: Generation) -> Iterator[Verified]:
+    try:
+        contents = read_manifest(paths, generation)
+    except HandoffError:
+        return  # that was said of the host residency
+    for copy in contents.devices:
+        began = time.monotonic()
+        token = attachment.Token.take(
+            paths, generation.number, generation.model, "ballast verify", residency=holder.DEVICE + copy.gpu
+        )
+        try:
+            damaged, problem = tuple(_damaged_on_device(paths, contents, copy)), None
+        except HandoffError as error:
+            damaged, problem = (), str(error)
+        finally:
+            token.release()
+        yield Verified(
+            generation.model, generation.number, len(contents.tensors), contents.nbytes, time.monotonic() - began,
+            damaged, problem, holder.DEVICE + copy.gpu,
+        )  # fmt: skip
+
+
+def _damaged_on_device(paths: PoolPaths, contents: Manifest, copy: DeviceCopy) -> Iterator[str]:
+    """The names of the tensors whose bytes on a GPU are not what was published. As an engine would see them: by the handles."""
+    from engine_shim import device
+    from sidecar import digest
+
+    where = device.gpu(copy.gpu)
+    watch = holder.Watch(paths, copy.holder)
+    try:
+        device.check_served(paths, contents, copy, watch)
+        opened = device.import_copy(copy, where, _Kept())
+        buffer = bytearray(digest.BLOCK)
+        for row in contents.tensors:
+            parts = []
+            for offset, size in digest.blocks(row.nbytes):
+                view = memoryview(buffer)[:size]
+                if size:
+                    opened.read(row, offset, view)
+                parts.append(digest.block(view))
+            if digest.join(parts) != row.digest:
+                yield row.name
+    finally:
+        watch.close()

@@ -77,10 +77,10 @@ def findings(pool: str) -> list[tuple[str, str, str, str]]:
     return device.findings(PoolPaths(pool))
 
 
-def attach(where: str, model: str, tensors: dict[str, tuple[list[int], str]], key: dict[str, Any] | None = None) -> dict[str, str]:
+def attach(where: str, model: str, tensors: dict[str, tuple[list[int], str]]) -> dict[str, str]:
     """Binds a model into a module of these parameters, and keeps the module."""
     empty = {name: torch.empty(shape, dtype=getattr(torch, dtype), device="meta") for name, (shape, dtype) in tensors.items()}
-    KEPT["module"] = engine_shim.attach(Plain(empty), model, device=where, key=key)
+    KEPT["module"] = engine_shim.attach(Plain(empty), model, device=where)
     return fingerprints(KEPT["module"].state_dict())
 
 
@@ -168,3 +168,85 @@ def settings(**changes: str) -> None:
 
 def sleep(seconds: float) -> None:
     time.sleep(seconds)
+
+
+def mapped_file(address: int) -> str:
+    """What is mapped at an address."""
+    with open("/proc/self/maps") as lines:
+        for line in lines:
+            begin, _, end = line.split()[0].partition("-")
+            if int(begin, 16) <= address < int(end, 16):
+                return line.split()[-1]
+    return ""
+
+
+def drop_tensor() -> None:
+    del KEPT["tensor"]
+    gc.collect()
+
+
+def parameters() -> list[int]:
+    return [parameter.data_ptr() for parameter in KEPT["module"].parameters()]
+
+
+def tied_labels() -> list[str]:
+    return sorted({slot.label for slot in onboard.shared_slots(KEPT["module"])})
+
+
+def allocate(where: str, size: int) -> None:
+    """Memory of this process's own on a GPU."""
+    one = device.gpu(where)
+    pointer = ctypes.c_uint64()
+    with device.driver().context(one.ordinal).current():
+        device.driver().call("cuMemAlloc_v2", ctypes.byref(pointer), ctypes.c_size_t(size))
+
+
+def memory(where: str) -> tuple[int, int]:
+    return device.driver().memory(device.gpu(where).ordinal)
+
+
+def collected() -> None:
+    gc.collect()
+
+
+def attempt(where: str, model: str) -> tuple[str, str] | None:
+    try:
+        open_on(where, model)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return None
+
+
+# Single calls of the driver: what they answer, and what it means
+
+
+def _current(where: str) -> tuple[Any, Any]:
+    one = device.gpu(where)
+    return device.driver(), device.driver().context(one.ordinal).current()
+
+
+def raw_export(where: str) -> bytes:
+    allocate(where, 1 << 16)
+    driver, current = _current(where)
+    pointer, handle = ctypes.c_uint64(), device._Handle()
+    with current:
+        driver.call("cuMemAlloc_v2", ctypes.byref(pointer), ctypes.c_size_t(1 << 16))
+        driver.call("cuIpcGetMemHandle", ctypes.byref(handle), pointer)
+    return bytes(handle)
+
+
+def raw_open(where: str, handle: bytes) -> int:
+    """The address, or the driver's error."""
+    driver, current = _current(where)
+    pointer = ctypes.c_uint64()
+    with current:
+        opened = device._Handle.from_buffer_copy(handle)
+        code: int = driver._lib.cuIpcOpenMemHandle_v2(ctypes.byref(pointer), opened, 1)
+    return code or pointer.value
+
+
+def raw_close(pointer: int) -> int:
+    driver, current = _current("cuda:0")
+    with current:
+        code: int = driver._lib.cuIpcCloseMemHandle(ctypes.c_uint64(pointer))
+    return code
