@@ -131,6 +131,10 @@ class Lease:
             finally:
                 self._lock.release()
 
+    def tell(self, note: str) -> None:
+        """Puts a note into the attachment's record."""
+        self._token.tell(note)
+
     def hold(self, thing: object) -> None:
         """Keeps the lease, which the caller holds, while `thing` lives as well."""
         self.enter()
@@ -253,6 +257,13 @@ class Pool:
         now = page.read().get(generation.number)
         if now is None or now.state not in (catalog.READY, catalog.LOADING):
             raise NotFound(f"generation {generation.number} of {generation.model!r} was retired just now")
+
+    def note(self, generation: int, note: str) -> None:
+        """Says something about this process's attachment to a generation, for `ballast status`."""
+        with self._lock:
+            for (number, _), lease in self._leases.items():
+                if number == generation:
+                    lease.tell(note)
 
     def wait(self, look: Callable[[Catalog], Optional[T]], timeout: float) -> Optional[T]:
         """Calls `look` on each new catalog until it gives an answer. None after `timeout` seconds, or when no living

@@ -16,6 +16,13 @@ import torch
 
 from engine_shim import modules
 
+OWN = "loaded by "
+
+
+def own(engine: str) -> str:
+    """The rung of an engine that read its weights itself."""
+    return OWN + engine
+
 
 def wanted() -> bool:
     return bool(os.environ.get("BALLAST_PARITY"))

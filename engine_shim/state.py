@@ -10,6 +10,7 @@ post-processing, which runs again on every attach. *processed*: as post-processi
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import os
@@ -106,6 +107,11 @@ def find(
 
 def _ready(generation: Generation) -> bool:
     return generation.kind == catalog.ENGINE and generation.state == catalog.READY
+
+
+def exists(key: str, paths: Optional[PoolPaths] = None) -> bool:
+    """Whether the pool has a ready state with this key."""
+    return any(_ready(g) and g.key == key for g in ladder.pool(paths).catalog().generations)
 
 
 def differences(key: Mapping[str, Any], paths: Optional[PoolPaths] = None) -> Optional[str]:
@@ -271,6 +277,37 @@ def adopted(identifier: str, key: str, timeout: float, paths: Optional[PoolPaths
     if found is None:
         raise NotReady(f"the sidecar did not adopt the publication in {timeout:.0f} s: see 'ballast status'")
     return found
+
+
+def check_seen_nowhere_else(module: torch.nn.Module) -> None:
+    """Raises Mismatch if something outside the module tree looks at bytes of it: it would not follow where they go.
+
+    Such as a view that a module keeps in a list.
+    """
+    groups: dict[int, dict[int, Slot]] = {}
+    for slot in modules.slots(modules.root(module)):
+        if slot.tensor.layout == torch.strided and slot.tensor.device.type != "meta":
+            with contextlib.suppress(RuntimeError, NotImplementedError):  # a wrapper around other tensors
+                place = slot.tensor.untyped_storage().data_ptr()
+                if place:
+                    groups.setdefault(place, {})[id(slot.tensor)] = slot
+    slot = None  # it looks as well
+    for group in groups.values():
+        if _seen_elsewhere(list(group.values())):
+            raise Mismatch(f"{next(iter(group.values())).label} is looked at from outside the module tree")
+
+
+def own_bytes(paths: PoolPaths, generation: int) -> int:
+    """How much of a generation's segments this process has written to, and so has copies of its own: proc_pid_smaps(5)."""
+    total, inside = 0, False
+    with open("/proc/self/smaps", encoding="utf-8", errors="replace") as file:
+        for line in file:
+            first = line.split(None, 1)[0]
+            if not first.endswith(":"):
+                inside = line.rstrip().startswith(str(paths.segment(generation, 0))[:-1], line.find("/"))
+            elif inside and first == "Anonymous:":
+                total += int(line.split()[1]) << 10
+    return total
 
 
 def _movable(tensor: torch.Tensor) -> bool:

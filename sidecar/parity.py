@@ -29,6 +29,7 @@ from engine_shim.handoff.catalog import CHECKPOINT, ENGINE, READY, ControlPage, 
 from engine_shim.handoff.errors import HandoffError, NotFound, NotReady
 from engine_shim.handoff.names import DEFAULT_DIR, PoolPaths
 
+OWN = "loaded by "  # how a rung begins that was the engine's own reading: engine_shim.parity
 SITE = Path(__file__).resolve().parent.parent / "engine_shim" / "hooks" / "site"
 PROMPTS = ("The capital of France is", "One, two, three,", "The sea was calm and")
 _FEW = 5  # differences that are told of; the rest is counted
@@ -62,6 +63,11 @@ class Outcome:
     @property
     def rungs(self) -> list[str]:
         return sorted({dump["rung"] for dump in self.dumps.values()})
+
+    @property
+    def loaded_itself(self) -> bool:
+        """Whether the engine read the weights of any rank itself, from disk or from the pool's checkpoint."""
+        return any(rung.startswith(OWN) for rung in self.rungs)
 
 
 @dataclass(frozen=True)
@@ -326,11 +332,11 @@ def parity(
                 disk = outcome
                 if not disk.dumps:
                     raise NotFound("the engine's shim wrote nothing: is this a command of an engine that Ballast knows?")
-            if rung.name == "publishing" and "loaded by vLLM" in outcome.rungs:
+            if rung.name == "publishing" and outcome.loaded_itself:
                 with contextlib.suppress(NotReady):  # then the next rung says that nothing was attached
                     until(PoolPaths(pool, directory), functools.partial(_is_new, before), 60.0)
             differences = compare(disk, outcome)
-            if rung.attached and "loaded by vLLM" in outcome.rungs:
+            if rung.attached and outcome.loaded_itself:
                 differences.insert(0, "the engine loaded its weights itself: nothing was attached")
             count = sum(len(dump["tensors"]) for dump in outcome.dumps.values())
             how = ", ".join(outcome.rungs)

@@ -203,9 +203,9 @@ def show(status: PoolStatus, console: Console) -> None:
             )  # fmt: skip
         console.print(table)
     if status.attachments:
-        table = _table("attached to", "generation", "engine", ">pid", "host", ">age", "command")
+        table = _table("attached to", "generation", "engine", ">pid", "host", ">age", "note", "command")
         for record in sorted(status.attachments, key=lambda record: (record.model, record.generation, record.since)):
-            texts = (record.engine or "-", str(record.pid), record.host, age(now - record.since), record.command)
+            texts = (record.engine or "-", str(record.pid), record.host, age(now - record.since), record.note, record.command)
             table.add_row(printable(record.model), str(record.generation), *(Text(printable(text)) for text in texts))
         console.print(table)
     for leftover in status.leftovers:

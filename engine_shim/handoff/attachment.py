@@ -16,7 +16,7 @@ import os
 import socket
 import sys
 import time
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Iterator, Optional
 
@@ -90,6 +90,29 @@ class Token:
                 posix.remove(new)
                 raise
             os.close(fd)
+
+    def tell(self, note: str) -> None:
+        """Puts `note` into the record, for people. A new record takes the old one's place: the name never leads nowhere.
+
+        Does nothing in a forked child, or after the release. Raises NoRoom.
+        """
+        if self._fd is None or os.getpid() != self._owner:
+            return
+        record = replace(self.record, note=note)
+        path = self._paths.attachment(record.identifier)
+        new = temporary(path)
+        fd = posix.create(new)
+        try:
+            # A cleaner that came in between has taken it for a dead one's: then the old record stays as it is.
+            if posix.try_lock_byte(fd, _LOCK_BYTE):
+                posix.write_exactly(fd, json.dumps(asdict(record)).encode(), 0, new)
+                posix.rename(new, path)
+                fd, self._fd, self.record = self._fd, fd, record
+        except NotFound:
+            pass  # it was quicker still
+        finally:
+            os.close(fd)
+            posix.remove(new)
 
     def release(self) -> None:
         """Gives the attachment up. Safe to call twice. A forked child only lets go: the record is its parent's."""

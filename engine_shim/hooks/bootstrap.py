@@ -27,6 +27,8 @@ HOOKS = {
     # module, as it is imported -> function called with it, as "module:function"
     "safetensors": "engine_shim.hooks.safetensors:patch",
     "vllm.model_executor.model_loader": "engine_shim.hooks.vllm:patch",
+    "sglang.srt.model_loader.loader": "engine_shim.hooks.sglang:patch",
+    "sglang.srt.model_executor.model_runner_components.weight_updater": "engine_shim.hooks.sglang:patch_updates",
 }
 
 PTH_LINE = (

@@ -1,0 +1,263 @@
+"""The start of one model in one rank of an engine: what the pool has for it, and what becomes of it.
+
+An engine's adapter tells when the model is built (`weights`) and when it is ready to run (`loaded`, `end`). In between, either
+a published state of exactly this key is bound, or the engine reads its weights itself and what they became is kept. Whatever
+goes wrong here leaves the engine with a built model whose weights are to be read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import threading
+import time
+import weakref
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Callable, Mapping, Optional
+
+import torch
+
+from engine_shim import ladder, modules, parity, state
+from engine_shim.handoff.errors import HandoffError, NotFound
+from engine_shim.handoff.names import PoolPaths
+from engine_shim.handoff.room import gib
+from engine_shim.ladder import Settings
+from engine_shim.state import Found, Keeper
+
+log = logging.getLogger("ballast")
+
+_ADOPTION = 600.0  # seconds that a publisher looks after its publication, and `ballast prepare` waits for it
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where in an engine a model is loaded. `rank` counts within one replica; `role` tells target and drafts apart;
+    `expected` is how many such places report to `ballast prepare` on this machine."""
+
+    rank: int = 0
+    role: str = "target"
+    replica: int = 0
+    expected: int = 1
+
+
+class Start:
+    """See the module's first lines. `engine` is the engine's name as people write it."""
+
+    def __init__(
+        self, settings: Settings, engine: str, model: str, key: Mapping[str, Any], place: Place, paths: PoolPaths
+    ) -> None:
+        self.settings = settings
+        self.engine = engine
+        self.name = model
+        self.key = key
+        self.place = place
+        self.paths = paths
+        self.digest = modules.key_digest(key)
+        self.label = f"{engine.lower()} {key['version']} rank {place.rank}"
+        self.rung = parity.own(engine)
+        self.found: Optional[Found] = None
+        self.keeper: Optional[Keeper] = None
+        self.taken = 0.0
+        self._old: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._look()
+
+    def _look(self) -> None:
+        if os.environ.get("BALLAST_STATE", "1").strip().lower() in ("0", "off", "no", "false"):
+            return
+        try:
+            self.found = state.find(self.digest, self.label, self.paths)
+        except HandoffError as error:
+            log.warning("the state of %s in the pool cannot be used: %s", self.name, error)
+            return
+        if self.found is None:
+            other = state.differences(self.key, self.paths)
+            why = f" (the nearest one differs in {other})" if other else ""
+            log.info("the pool holds no state of %s for this configuration yet%s", self.name, why)
+
+    @property
+    def touched(self) -> bool:
+        """Whether the model holds anything of ours: if it does, a failure may be our fault."""
+        return self.found is not None or self.keeper is not None
+
+    # While the engine loads
+
+    def weights(self, model: torch.nn.Module, by_engine: Callable[[], Any]) -> Any:
+        """Binds, or has the engine read the weights, into shared memory where they are to be kept. What `by_engine` returns."""
+        if self.found is not None and self._bind(model, self.found):
+            self.tell(model, "loaded")
+            return None
+        self._prepare_keeping(model)
+        result = by_engine()
+        self.tell(model, "loaded")
+        if self.keeper is not None:
+            try:
+                self.keeper.loaded(model)
+            except Exception as error:
+                self._give_up_keeping(error)
+        return result
+
+    def tell(self, model: torch.nn.Module, stage: str) -> None:
+        """For `ballast parity`."""
+        if parity.wanted():
+            parity.dump(model, stage, self.place.rank, self.place.role, self.rung)
+
+    def _bind(self, model: torch.nn.Module, found: Found) -> bool:
+        began = time.perf_counter()
+        try:
+            state.check_seen_nowhere_else(model)
+            # The engine reads its parameters anew if anything fails; what else the model holds has to be put back.
+            others = (slot.tensor for slot in modules.slots(modules.root(model)) if slot.kind != modules.PARAMETER)
+            self._old = [(tensor, tensor.data) for tensor in others]
+            found.bind(model)
+        except Exception as error:
+            log.warning("the state of %s in the pool is not used: %s: %s", self.name, type(error).__name__, error)
+            log.debug("the whole story", exc_info=True)
+            self._put_back()
+            self.found = None
+            return False
+        self.rung = found.level
+        self.taken = time.perf_counter() - began
+        return True
+
+    def _put_back(self) -> None:
+        for tensor, data in self._old:
+            tensor.data = data
+        self._old.clear()
+
+    def _prepare_keeping(self, model: torch.nn.Module) -> None:
+        if not self.settings.publish:
+            return
+        try:
+            if not ladder.pool(self.paths).control().sidecar_alive:
+                raise NotFound(f"pool {self.paths.pool!r} has no living sidecar")
+            state.check_seen_nowhere_else(model)
+            self.keeper = Keeper(self.name, self.paths, {})
+            self.keeper.move(model)
+        except Exception as error:
+            self._give_up_keeping(error)
+
+    def _give_up_keeping(self, error: BaseException) -> None:
+        log.warning("the state of %s is not published: %s", self.name, error)
+        log.debug("the whole story", exc_info=True)
+        if self.keeper is not None:
+            self.keeper.close()
+            self.keeper = None
+
+    # Afterwards
+
+    def loaded(self, model: torch.nn.Module) -> None:
+        """Raises Mismatch unless an attached model came out of its post-processing as the published one did."""
+        if self.found is not None:
+            self.found.check_final(model, "final")
+
+    def close(self) -> None:
+        """The model is not used: lets go of everything."""
+        self._put_back()
+        if self.keeper is not None:
+            self.keeper.close()
+            self.keeper = None
+
+    def end(self, model: torch.nn.Module) -> None:
+        """The model is loaded. Says so, and hands over what was kept, in the background. Never raises."""
+        self._old.clear()
+        try:
+            if self.found is not None:
+                contents = self.found.contents
+                log.info(
+                    "%s comes from memory as it was after loading (%s): generation %d of pool %s, %s, bound in %.1f ms",
+                    self.name, self.rung, contents.generation, self.paths.pool, gib(contents.nbytes), 1000 * self.taken,
+                )  # fmt: skip
+                _sharing[model] = (self.paths, contents.generation)
+                self.report("attached")
+            self.tell(model, "final")
+            if self.keeper is not None:
+                self._hand_over(model, self.keeper)
+            elif self.found is None:
+                self.report("not published")
+        except Exception as error:
+            self._give_up_keeping(error)
+            self.report("failed")
+
+    def _hand_over(self, model: torch.nn.Module, keeper: Keeper) -> None:
+        description = keeper.finish(model, "final")
+        self.keeper = None
+        committed = threading.Event()
+        reference = weakref.ref(model)
+
+        def commit() -> None:
+            try:
+                if state.exists(self.digest, self.paths):  # replicas that start together have the same state
+                    log.info("the state of %s is in pool %s by now: another start was quicker", self.name, self.paths.pool)
+                    self.report("attached")
+                    return
+                keeper.commit(description, self.key, self.digest)
+                log.info("published the state of %s to pool %s (%s)", self.name, self.paths.pool, gib(keeper.nbytes))
+                committed.set()
+            except Exception as error:
+                log.warning("the state of %s is not published: %s", self.name, error)
+                log.debug("the whole story", exc_info=True)
+                self.report("failed")
+            finally:
+                keeper.close()
+
+        def follow() -> None:
+            committed.wait()
+            try:
+                generation = state.adopted(keeper.identifier, self.digest, _ADOPTION, self.paths)
+                self.report("published", generation.number)
+                # This engine runs on those very bytes now: say so, so that `ballast status` shows who keeps them in memory.
+                contents = ladder.pool(self.paths).manifest(generation)
+                _held.append(ladder.pool(self.paths).attach(generation, contents, engine=self.label))
+                running = reference()
+                if running is not None:
+                    _sharing[running] = (self.paths, generation.number)
+            except Exception as error:
+                log.warning("the published state of %s is not in service: %s", self.name, error)
+                self.report("failed")
+
+        # The first is short and is waited for when the engine ends at once; the second may last, and is not.
+        threading.Thread(target=commit, name="ballast-publish").start()
+        threading.Thread(target=follow, name="ballast-follow", daemon=True).start()
+
+    def report(self, outcome: str, generation: Optional[int] = None) -> None:
+        """For `ballast prepare`, which waits for every rank of every model that the engine loads."""
+        folder = os.environ.get("BALLAST_PREPARE")
+        if not folder:
+            return
+        with contextlib.suppress(OSError):
+            place = self.place
+            path = Path(folder, f"{place.role}-{place.replica}-{place.rank}.json")
+            row = {
+                "outcome": outcome, "rank": place.rank, "role": place.role, "model": self.name, "generation": generation,
+                "ranks": place.expected, "roles": 1,
+            }  # fmt: skip
+            new = path.with_suffix(".tmp")
+            new.write_text(json.dumps(row))
+            new.rename(path)
+
+
+_held: list[Any] = []  # attachments of this process that nothing else keeps
+# Which generation a running model's bytes are those of.
+_sharing: weakref.WeakKeyDictionary[torch.nn.Module, tuple[PoolPaths, int]] = weakref.WeakKeyDictionary()
+
+
+def no_longer_shared(model: torch.nn.Module, why: str) -> None:
+    """The engine has written to a model that runs on shared bytes: pages it wrote to are its own now, and the shared copy is as
+    it was. Said once in the log, and in the attachment's note, where `ballast status` shows it. Never raises."""
+    try:
+        shared = _sharing.pop(model, None)
+        if shared is None:
+            return
+        paths, generation = shared
+        own = state.own_bytes(paths, generation)
+        log.warning(
+            "%s: this engine's weights are no longer shared (%s of them are its own copy now); generation %d of pool %s is as "
+            "it was, and restarting the engine attaches to it again",
+            why, gib(own), generation, paths.pool,
+        )  # fmt: skip
+        ladder.pool(paths).note(generation, f"no longer shared: {why}")
+    except Exception as error:
+        log.warning("%s, and it could not be noted: %s", why, error)
