@@ -103,9 +103,9 @@ def vllm(cache: Path, scratch: Path, repeats: int) -> Section:
         "A real vLLM's start",
         [
             f"vLLM on the CPU, one process, a Llama of {nbytes / 1e9:.2f} GB in bfloat16. *Weight stage*: all between the "
-            "built model and one that is ready to run (reading or attaching, and post-processing, which packs Linear weights into "
-            "private copies unless they are used where they lie). *First token*: from the start of the process, most of which "
-            "is imports. All starts give the same tokens as the same kernels from disk."
+            "built model and one that is ready to run (reading or attaching, and post-processing, which packs Linear weights "
+            "into private copies unless they are used where they lie). *First token*: from the start of the process, most of "
+            "which is imports. All starts give the same tokens as the same kernels from disk."
         ],
         ["start", "weight stage", "to the first token"],
     )
