@@ -25,7 +25,7 @@ _MODEL = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._/-]{0,254}[A-Za-z0-9._-])?\Z")
 _OBJECT = re.compile(
     r"(?:(?P<ctl>ctl)|g(?P<generation>[0-9]{1,18})\.(?:(?P<manifest>manifest)|w(?P<segment>[0-9]{1,9}))"
     r"|a\.(?P<attachment>[0-9a-f]{16})|do\.(?P<request>[0-9a-f]{16})|did\.(?P<answer>[0-9a-f]{16})"
-    r"|a\.(?P<attachment>[0-9a-f]{16})|d\.(?P<holder>[0-9a-f]{16})(?:\.g(?P<copy>[0-9]{1,18}))?"
+    r"|d\.(?P<holder>[0-9a-f]{16})(?:\.g(?P<copy>[0-9]{1,18}))?"
     r"|in\.(?P<publication>[0-9a-f]{16})(?:\.w(?P<part>[0-9]{1,9}))?)"
     r"(?P<tmp>(?:\.[0-9a-f]{16})?\.tmp)?\Z"
 )
