@@ -44,7 +44,11 @@ class Place:
 
 
 class Start:
-    """See the module's first lines. `engine` is the engine's name as people write it."""
+    """See the module's first lines. `engine` is the engine's name as people write it. An adapter overrides what is otherwise
+    in its engine: `variant`, `levels`, `check`."""
+
+    variant = "final"  # post-processing of another variant has another result, from the same captured state
+    remark = ""  # at the end of the line that says that an engine is attached
 
     def __init__(
         self, settings: Settings, engine: str, model: str, key: Mapping[str, Any], place: Place, paths: PoolPaths
@@ -61,6 +65,7 @@ class Start:
         self.found: Optional[Found] = None
         self.keeper: Optional[Keeper] = None
         self.taken = 0.0
+        self.touched = False  # whether the model has held anything of ours: if it has, a failure may be our fault
         self._old: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._look()
 
@@ -77,10 +82,14 @@ class Start:
             why = f" (the nearest one differs in {other})" if other else ""
             log.info("the pool holds no state of %s for this configuration yet%s", self.name, why)
 
-    @property
-    def touched(self) -> bool:
-        """Whether the model holds anything of ours: if it does, a failure may be our fault."""
-        return self.found is not None or self.keeper is not None
+    def levels(self, model: torch.nn.Module) -> Mapping[str, str]:
+        """Path -> level of what is captured after post-processing. Raises Mismatch if `model` cannot be kept."""
+        state.check_seen_nowhere_else(model)
+        return {}
+
+    def check(self, model: torch.nn.Module, found: Found) -> None:
+        """Raises Mismatch if `found` cannot be bound in this engine, although the key is equal."""
+        state.check_seen_nowhere_else(model)
 
     # While the engine loads
 
@@ -96,7 +105,7 @@ class Start:
             try:
                 self.keeper.loaded(model)
             except Exception as error:
-                self._give_up_keeping(error)
+                self.give_up_keeping(error)
         return result
 
     def tell(self, model: torch.nn.Module, stage: str) -> None:
@@ -107,10 +116,11 @@ class Start:
     def _bind(self, model: torch.nn.Module, found: Found) -> bool:
         began = time.perf_counter()
         try:
-            state.check_seen_nowhere_else(model)
+            self.check(model, found)
             # The engine reads its parameters anew if anything fails; what else the model holds has to be put back.
             others = (slot.tensor for slot in modules.slots(modules.root(model)) if slot.kind != modules.PARAMETER)
             self._old = [(tensor, tensor.data) for tensor in others]
+            self.touched = True
             found.bind(model)
         except Exception as error:
             log.warning("the state of %s in the pool is not used: %s: %s", self.name, type(error).__name__, error)
@@ -133,13 +143,13 @@ class Start:
         try:
             if not ladder.pool(self.paths).control().sidecar_alive:
                 raise NotFound(f"pool {self.paths.pool!r} has no living sidecar")
-            state.check_seen_nowhere_else(model)
-            self.keeper = Keeper(self.name, self.paths, {})
+            self.keeper = Keeper(self.name, self.paths, self.levels(model))
+            self.touched = True
             self.keeper.move(model)
         except Exception as error:
-            self._give_up_keeping(error)
+            self.give_up_keeping(error)
 
-    def _give_up_keeping(self, error: BaseException) -> None:
+    def give_up_keeping(self, error: BaseException) -> None:
         log.warning("the state of %s is not published: %s", self.name, error)
         log.debug("the whole story", exc_info=True)
         if self.keeper is not None:
@@ -151,7 +161,7 @@ class Start:
     def loaded(self, model: torch.nn.Module) -> None:
         """Raises Mismatch unless an attached model came out of its post-processing as the published one did."""
         if self.found is not None:
-            self.found.check_final(model, "final")
+            self.found.check_final(model, self.variant)
 
     def close(self) -> None:
         """The model is not used: lets go of everything."""
@@ -167,8 +177,9 @@ class Start:
             if self.found is not None:
                 contents = self.found.contents
                 log.info(
-                    "%s comes from memory as it was after loading (%s): generation %d of pool %s, %s, bound in %.1f ms",
+                    "%s comes from memory as it was after loading (%s): generation %d of pool %s, %s, bound in %.1f ms%s",
                     self.name, self.rung, contents.generation, self.paths.pool, gib(contents.nbytes), 1000 * self.taken,
+                    self.remark,
                 )  # fmt: skip
                 _sharing[model] = (self.paths, contents.generation)
                 self.report("attached")
@@ -178,11 +189,11 @@ class Start:
             elif self.found is None:
                 self.report("not published")
         except Exception as error:
-            self._give_up_keeping(error)
+            self.give_up_keeping(error)
             self.report("failed")
 
     def _hand_over(self, model: torch.nn.Module, keeper: Keeper) -> None:
-        description = keeper.finish(model, "final")
+        description = keeper.finish(model, self.variant)
         self.keeper = None
         committed = threading.Event()
         reference = weakref.ref(model)

@@ -180,7 +180,7 @@ def _load(loader: Any, model_config: Any, by_sglang: Callable[[], Any]) -> Any:
         loader.preloaded_weights_bytes = step.preloaded(model)
         return model
     # Once more without us; out of the handler, since an exception keeps alive what was built.
-    model = step = None
+    del step
     gc.collect()
     return by_sglang()
 
@@ -305,7 +305,8 @@ def _own_segments() -> Callable[[torch.device], list[tuple[int, int]]]:
 
     @functools.lru_cache(maxsize=None)
     def of(index: Optional[int]) -> list[tuple[int, int]]:
-        rows = torch.cuda.memory_snapshot()
+        snapshot: Callable[[], Any] = torch.cuda.memory_snapshot
+        rows = snapshot()
         return [(row["address"], row["total_size"]) for row in rows if index is None or row["device"] == index]
 
     return lambda device: of(device.index)

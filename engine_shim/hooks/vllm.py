@@ -16,29 +16,23 @@ import gc
 import json
 import logging
 import os
-import threading
-import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Callable, Mapping, Optional
 
 import torch
 
-from engine_shim import ladder, modules, parity, state
-from engine_shim.handoff import catalog, identity
+from engine_shim import ladder, modules, parity, start, state, weight_files
 from engine_shim.handoff.errors import HandoffError, Mismatch, NotFound
-from engine_shim.handoff.identity import Stat
-from engine_shim.handoff.manifest import Manifest
-from engine_shim.handoff.names import PoolPaths, check_model
-from engine_shim.handoff.room import gib
+from engine_shim.handoff.names import PoolPaths
 from engine_shim.ladder import Settings
 from engine_shim.state import Found, Keeper
+from engine_shim.weight_files import Weights, digest_of
 
 log = logging.getLogger("ballast")
 
 FORMAT = 1  # of what this adapter keeps; another number is another key
 LOAD_FORMATS = ("auto", "hf", "safetensors")
-_ADOPTION = 600.0  # seconds that a publisher looks after its publication, and `ballast prepare` waits for it
 
 # What vLLM's configuration of a model holds that does not reach its weights, or is told elsewhere (`hf_overrides` may be a
 # function; the configuration that comes of it is part of the key). Everything else is part of the key, and so is
@@ -62,7 +56,6 @@ _NOT_WEIGHTS_ENVIRONMENT = frozenset(
 )
 # vLLM leaves these out of its own list of what matters, but they decide how weights are packed.
 _PACKING_ENVIRONMENT = ("VLLM_CPU_MOE_PREPACK", "VLLM_ZENTORCH_WEIGHT_PREPACK", "VLLM_CPU_SGL_KERNEL", "ONEDNN_MAX_CPU_ISA")
-_CONFIG_FILES = ("config.json", "hf_quant_config.json", "quantize_config.json", "quant_config.json", "params.json")
 
 
 def patch(module: ModuleType) -> None:
@@ -87,12 +80,12 @@ def _loader(original: Any) -> Any:
         _start: Optional[_Step] = None
 
         def load_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> Any:
-            def by_vllm(start: Optional[_Step]) -> Any:
-                self._start = start
+            def by_vllm(step: Optional[_Step]) -> Any:
+                self._start = step
                 try:
                     model = original.load_model(self, vllm_config=vllm_config, model_config=model_config, prefix=prefix)
-                    if start is not None:
-                        start.loaded(model)
+                    if step is not None:
+                        step.loaded(model)
                     return model
                 finally:
                     self._start = None
@@ -102,6 +95,7 @@ def _loader(original: Any) -> Any:
         def load_weights(self, model: Any, model_config: Any) -> None:
             if self._start is None:
                 original.load_weights(self, model, model_config)
+                start.no_longer_shared(model, "vLLM has loaded weights again")
             else:
                 self._start.weights(model, lambda: original.load_weights(self, model, model_config))
 
@@ -117,9 +111,9 @@ def _load(loader: Any, vllm_config: Any, model_config: Any, prefix: str, by_vllm
         return by_vllm(None)
     ladder.configure_logging()
     what = f"the state of {model_config.model}"
-    start: Optional[_Start] = None
+    ours: Optional[_Start] = None
     try:
-        start = _Start(settings, loader, vllm_config, model_config, prefix)
+        ours = _Start(settings, loader, vllm_config, model_config, prefix)
     except HandoffError as error:
         log.info("%s is neither looked for nor kept: %s", what, error)
         return by_vllm(_Told.of(vllm_config, model_config))
@@ -128,18 +122,18 @@ def _load(loader: Any, vllm_config: Any, model_config: Any, prefix: str, by_vllm
         return by_vllm(None)
     registered = _registered(vllm_config)
     try:
-        model = by_vllm(start)
+        model = by_vllm(ours)
     except Exception as error:
-        start.close()
-        if not start.touched:
+        ours.close()
+        if not ours.touched:
             raise  # the engine's own failure: nothing of ours was in it
         _failed(settings, f"{what} is not used", error)
-        start.report("failed")
+        ours.report("failed")
     else:
-        start.end(model)
+        ours.end(model)
         return model
     # Once more without us; out of the handler, since an exception keeps alive what was built.
-    model = start = None
+    model = ours = None
     gc.collect()
     _unregister(vllm_config, registered)
     return by_vllm(None)
@@ -168,7 +162,7 @@ def _unregister(vllm_config: Any, before: tuple[dict[str, Any], list[str]]) -> N
 class _Step:
     """What happens to one model while vLLM loads it."""
 
-    def weights(self, model: torch.nn.Module, by_vllm: Callable[[], None]) -> None:
+    def weights(self, model: torch.nn.Module, by_engine: Callable[[], Any]) -> Any:
         """Called between the building of the model and its post-processing."""
         raise NotImplementedError
 
@@ -180,7 +174,7 @@ class _Told(_Step):
     """Loads as ever, and tells `ballast parity` what came of it."""
 
     def __init__(self, rank: int, role: str) -> None:
-        self.rank, self.role, self.rung = rank, role, "loaded by vLLM"
+        self.rank, self.role, self.rung = rank, role, parity.own("vLLM")
 
     @classmethod
     def of(cls, vllm_config: Any, model_config: Any) -> Optional[_Told]:
@@ -188,98 +182,59 @@ class _Told(_Step):
             return None
         return cls(_ranks(vllm_config.parallel_config)["rank"], _role(vllm_config, model_config))
 
-    def weights(self, model: torch.nn.Module, by_vllm: Callable[[], None]) -> None:
-        by_vllm()
+    def weights(self, model: torch.nn.Module, by_engine: Callable[[], Any]) -> Any:
+        by_engine()
         parity.dump(model, "loaded", self.rank, self.role, self.rung)
 
     def loaded(self, model: torch.nn.Module) -> None:
         parity.dump(model, "final", self.rank, self.role, self.rung)
 
 
-class _Start(_Step):
-    """The start of one model in one rank: its key, what the pool has for it, and what becomes of it."""
+class _Start(start.Start, _Step):
+    """The start of one model in one rank of vLLM."""
 
     def __init__(self, settings: Settings, loader: Any, vllm_config: Any, model_config: Any, prefix: str) -> None:
-        self.settings = settings
-        self.began = time.perf_counter()
-        self.paths = PoolPaths.from_environment()
-        ladder.pool(self.paths).control()  # raises NotFound where there is no pool
-        weights = _Weights.of(loader, model_config, settings, ladder.pool(self.paths))
-        self.name = weights.model
-        self.key = key(vllm_config, model_config, prefix, weights.digest)
-        self.digest = modules.key_digest(self.key)
-        self.rank = int(self.key["rank"])
-        self.world = int(vllm_config.parallel_config.world_size)
-        self.roles = 2 if _loads_a_draft(vllm_config.speculative_config) else 1
-        self.label = f"vllm {self.key['version']} rank {self.rank}"
+        paths = PoolPaths.from_environment()
+        pool = ladder.pool(paths)
+        pool.control()  # raises NotFound where there is no pool
+        weights = _weights(loader, model_config, settings, pool)
+        found = key(vllm_config, model_config, prefix, weights.digest)
+        roles = 2 if _loads_a_draft(vllm_config.speculative_config) else 1
+        expected = int(vllm_config.parallel_config.world_size) * int(found["dp_size"]) * roles
+        place = start.Place(int(found["rank"]), found["role"], int(found["dp_rank"]), expected)
         self.zero_copy = _wants_zero_copy(vllm_config)
-        self.rung = "loaded by vLLM"
-        self.touched = False  # whether the model holds anything of ours
-        self.found: Optional[Found] = None
-        self.keeper: Optional[Keeper] = None
-        self.taken = 0.0
+        # Post-processing has another result with packing than without; what was captured before it is the same.
+        self.variant = "zero-copy" if self.zero_copy else "packed"
+        self.remark = ", used where it lies, without packing" if self.zero_copy else ""
         self._undo: list[Callable[[], None]] = []
-        self._look()
+        super().__init__(settings, "vLLM", weights.model, found, place, paths)
 
-    @property
-    def variant(self) -> str:
-        """Post-processing has another result with packing than without; what was captured before it is the same."""
-        return "zero-copy" if self.zero_copy else "packed"
-
-    def _look(self) -> None:
-        if os.environ.get("BALLAST_STATE", "1").strip().lower() in ("0", "off", "no", "false"):
-            return
-        try:
-            self.found = state.find(self.digest, self.label, self.paths)
-        except HandoffError as error:
-            log.warning("the state of %s in the pool cannot be used: %s", self.name, error)
-            return
-        if self.found is None:
-            other = state.differences(self.key, self.paths)
-            why = f" (the nearest one differs in {other})" if other else ""
-            log.info("the pool holds no state of %s for this configuration yet%s", self.name, why)
-
-    # While vLLM loads
-
-    def weights(self, model: torch.nn.Module, by_vllm: Callable[[], None]) -> None:
-        """Binds, or loads and keeps."""
+    def weights(self, model: torch.nn.Module, by_engine: Callable[[], Any]) -> Any:
+        """Binds, or loads and keeps; then sees to it that what was captured after post-processing is so only once."""
         if getattr(model, "secondary_weights", ()) or getattr(model, "allow_patterns_overrides", None) is not None:
             log.info("%s reads more than its checkpoint's weight files: its state is neither used nor kept", self.name)
             self.found = None
-            by_vllm()
-            return
-        if self.found is not None and self._bind(model, self.found):
-            self._tell(model, "loaded")
+            return by_engine()
+        result = super().weights(model, by_engine)
+        if self.found is not None:
             self._mark_processed(model, self.found.processed)
-        else:
-            self._prepare_keeping(model)
-            by_vllm()
-            self._tell(model, "loaded")
-            self._keep(model)
+        elif self.keeper is not None:
+            self._keep_processed(model, self.keeper)
         if self.zero_copy:
             self._undo.append(_without_packing())
+        return result
 
-    def _tell(self, model: torch.nn.Module, stage: str) -> None:
-        if parity.wanted():
-            parity.dump(model, stage, self.rank, self.key["role"], self.rung)
+    def levels(self, model: torch.nn.Module) -> Mapping[str, str]:
+        online = [path for path, m in model.named_modules() if _quantised_online(m)]
+        if online:
+            raise Mismatch(f"{online[0]} is quantised while it is read")
+        every = model.named_modules(remove_duplicate=False)
+        return {path: state.PROCESSED for path, module in every if _exportable(module)}
 
-    def _bind(self, model: torch.nn.Module, found: Found) -> bool:
-        began = time.perf_counter()
-        try:
-            wrong = [path for path in found.processed if not _exportable(model.get_submodule(path))]
-            if wrong:
-                raise Mismatch(f"{wrong[0]} was kept after post-processing, which this engine does otherwise")
-            self.touched = True
-            found.bind(model)
-        except Exception as error:
-            # Nothing was touched, or what was touched is about to be read by vLLM, which writes to all of it.
-            log.warning("the state of %s in the pool is not used: %s: %s", self.name, type(error).__name__, error)
-            log.debug("the whole story", exc_info=True)
-            self.found = None
-            return False
-        self.rung = found.level
-        self.taken = time.perf_counter() - began
-        return True
+    def check(self, model: torch.nn.Module, found: Found) -> None:
+        wrong = [path for path in found.processed if not _exportable(model.get_submodule(path))]
+        if wrong:
+            raise Mismatch(f"{wrong[0]} was kept after post-processing, which this engine does otherwise")
 
     def _mark_processed(self, model: torch.nn.Module, paths: Any) -> None:
         """Modules that were captured after their post-processing only get their kernels set up."""
@@ -294,42 +249,9 @@ class _Start(_Step):
 
         self._wrap_processing(model, paths, skipping)
 
-    def _wrap_processing(
-        self, model: torch.nn.Module, paths: Any, wrapped: Callable[[Callable[[Any], None]], Callable[[Any], None]]
-    ) -> None:
-        layers: list[Any] = [model.get_submodule(path) for path in paths]
-        for method in {id(layer.quant_method): layer.quant_method for layer in layers}.values():
-            own: dict[str, Any] = method.__dict__
-            own["process_weights_after_loading"] = wrapped(method.process_weights_after_loading)
-            self._undo.append(functools.partial(own.pop, "process_weights_after_loading", None))
-
-    def _prepare_keeping(self, model: torch.nn.Module) -> None:
-        if not self.settings.publish:
-            return
+    def _keep_processed(self, model: torch.nn.Module, keeper: Keeper) -> None:
+        """Modules that are captured after their post-processing are, each as soon as it is done."""
         try:
-            page = ladder.pool(self.paths).control()
-            if not page.sidecar_alive:
-                raise NotFound(f"pool {self.paths.pool!r} has no living sidecar")
-            online = [path for path, m in model.named_modules() if _quantised_online(m)]
-            if online:
-                raise Mismatch(f"{online[0]} is quantised while it is read")
-            levels = {
-                path: state.PROCESSED
-                for path, module in model.named_modules(remove_duplicate=False)
-                if _exportable(module)
-            }
-            self.keeper = Keeper(self.name, self.paths, levels)
-            self.touched = True
-            self.keeper.move(model)
-        except Exception as error:
-            self._give_up_keeping(error)
-
-    def _keep(self, model: torch.nn.Module) -> None:
-        if self.keeper is None:
-            return
-        keeper = self.keeper
-        try:
-            keeper.loaded(model)
             by_layer: dict[int, list[str]] = {}
             for path in keeper.levels:
                 by_layer.setdefault(id(model.get_submodule(path)), []).append(path)
@@ -341,111 +263,34 @@ class _Start(_Step):
                         try:
                             keeper.process(model, by_layer[id(layer)])
                         except Exception as error:
-                            self._give_up_keeping(error)
+                            self.give_up_keeping(error)
 
                 return process
 
             self._wrap_processing(model, keeper.levels, keeping)
         except Exception as error:
-            self._give_up_keeping(error)
+            self.give_up_keeping(error)
 
-    def _give_up_keeping(self, error: BaseException) -> None:
-        log.warning("the state of %s is not published: %s", self.name, error)
-        log.debug("the whole story", exc_info=True)
-        if self.keeper is not None:
-            self.keeper.close()
-            self.keeper = None
-
-    # Afterwards
+    def _wrap_processing(
+        self, model: torch.nn.Module, paths: Any, wrapped: Callable[[Callable[[Any], None]], Callable[[Any], None]]
+    ) -> None:
+        layers: list[Any] = [model.get_submodule(path) for path in paths]
+        for method in {id(layer.quant_method): layer.quant_method for layer in layers}.values():
+            own: dict[str, Any] = method.__dict__
+            own["process_weights_after_loading"] = wrapped(method.process_weights_after_loading)
+            self._undo.append(functools.partial(own.pop, "process_weights_after_loading", None))
 
     def loaded(self, model: torch.nn.Module) -> None:
-        """Raises Mismatch unless an attached model came out of its post-processing as the published one did."""
         self._unwrap()
-        if self.found is not None:
-            self.found.check_final(model, self.variant)
+        super().loaded(model)
+
+    def close(self) -> None:
+        self._unwrap()
+        super().close()
 
     def _unwrap(self) -> None:
         while self._undo:
             self._undo.pop()()
-
-    def close(self) -> None:
-        self._unwrap()
-        if self.keeper is not None:
-            self.keeper.close()
-            self.keeper = None
-
-    def end(self, model: torch.nn.Module) -> None:
-        """The model is loaded. Says so, and hands over what was kept, in the background. Never raises."""
-        try:
-            if self.found is not None:
-                contents = self.found.contents
-                log.info(
-                    "%s comes from memory as it was after loading (%s): generation %d of pool %s, %s, bound in %.1f ms%s",
-                    self.name, self.rung, contents.generation, self.paths.pool, gib(contents.nbytes), 1000 * self.taken,
-                    ", used where it lies, without packing" if self.zero_copy else "",
-                )  # fmt: skip
-                self.report("attached")
-            self._tell(model, "final")
-            if self.keeper is not None:
-                self._hand_over(model, self.keeper)
-            elif self.found is None:
-                self.report("not published")
-        except Exception as error:
-            self._give_up_keeping(error)
-            self.report("failed")
-
-    def _hand_over(self, model: torch.nn.Module, keeper: Keeper) -> None:
-        description = keeper.finish(model, self.variant)
-        self.keeper = None
-        committed = threading.Event()
-
-        def commit() -> None:
-            try:
-                keeper.commit(description, self.key, self.digest)
-                log.info("published the state of %s to pool %s (%s)", self.name, self.paths.pool, gib(keeper.nbytes))
-                committed.set()
-            except Exception as error:
-                log.warning("the state of %s is not published: %s", self.name, error)
-                log.debug("the whole story", exc_info=True)
-                self.report("failed")
-            finally:
-                keeper.close()
-
-        def follow() -> None:
-            committed.wait()
-            try:
-                generation = state.adopted(keeper.identifier, self.digest, _ADOPTION, self.paths)
-                self.report("published", generation.number)
-                # This engine runs on those very bytes now: say so, so that `ballast status` shows who keeps them in memory.
-                contents = ladder.pool(self.paths).manifest(generation)
-                _held.append(ladder.pool(self.paths).attach(generation, contents, engine=self.label))
-            except Exception as error:
-                log.warning("the published state of %s is not in service: %s", self.name, error)
-                self.report("failed")
-
-        # The first is short and is waited for when the engine ends at once; the second may last, and is not.
-        threading.Thread(target=commit, name="ballast-publish").start()
-        threading.Thread(target=follow, name="ballast-follow", daemon=True).start()
-
-    def report(self, outcome: str, generation: Optional[int] = None) -> None:
-        """For `ballast prepare`, which waits for every rank of every model that the engine loads."""
-        folder = os.environ.get("BALLAST_PREPARE")
-        if not folder:
-            return
-        with contextlib.suppress(OSError):
-            role = self.key["role"]
-            data_parallel = int(self.key["dp_rank"])
-            path = Path(folder, f"{role}-{data_parallel}-{self.rank}.json")
-            row = {
-                "outcome": outcome, "rank": self.rank, "role": role, "model": self.name, "generation": generation,
-                "ranks": self.world * int(self.key["dp_size"]), "roles": self.roles,
-            }  # fmt: skip
-            new = path.with_suffix(".tmp")
-            new.write_text(json.dumps(row))
-            new.rename(path)
-
-
-_held: list[Any] = []  # attachments of this process that nothing else keeps
 
 
 # The seam: what depends on the kind of device
@@ -547,16 +392,16 @@ def key(vllm_config: Any, model_config: Any, prefix: str, checkpoint: str) -> di
             "class": modules.qualified(get_model_cls(model_config)),
             "dtype": str(model_config.dtype),
             "quantization": _text(model_config.quantization),
-            "quantization_config": _digest(_quantization(vllm_config, model_config)),
-            "config": _digest(_hf_config(model_config.hf_config)),
-            "model": _digest(_factors(model_config, _NOT_WEIGHTS)),
-            "loading": _digest(_factors(vllm_config.load_config, _NOT_WEIGHTS_LOADING)),
+            "quantization_config": digest_of(_quantization(vllm_config, model_config)),
+            "config": digest_of(_hf_config(model_config.hf_config)),
+            "model": digest_of(_factors(model_config, _NOT_WEIGHTS)),
+            "loading": digest_of(_factors(vllm_config.load_config, _NOT_WEIGHTS_LOADING)),
             "parallel": str(parallel.compute_hash()),
             "lora": _hash(vllm_config.lora_config),
             "kernels": _hash(getattr(vllm_config, "kernel_config", None)),
             "offload": _hash(getattr(vllm_config, "offload_config", None)),
             "speculative": _hash(speculative) if role == "draft" else None,
-            "environment": _digest(environment),
+            "environment": digest_of(environment),
             **_device(),
             **_ranks(parallel),
         }
@@ -599,7 +444,7 @@ def _hash(config: Any) -> Optional[str]:
     if config is None:
         return None
     computed = getattr(config, "compute_hash", None)
-    return str(computed()) if computed is not None else _digest(_factors(config, frozenset()))
+    return str(computed()) if computed is not None else digest_of(_factors(config, frozenset()))
 
 
 def _hf_config(config: Any) -> Any:
@@ -628,118 +473,15 @@ def _text(value: Any) -> Optional[str]:
     return None if value is None else str(value)
 
 
-def _digest(value: Any) -> str:
-    """Of anything that JSON can tell. Raises TypeError for what it cannot."""
-    return identity.digest(json.dumps(value, sort_keys=True, allow_nan=True).encode())
-
-
-class _Weights:
-    """The content of the weight files that vLLM was told to load, and the model's name in the pool."""
-
-    def __init__(self, digest: str, model: str) -> None:
-        self.digest = digest
-        self.model = model
-
-    @classmethod
-    def of(cls, loader: Any, model_config: Any, settings: Settings, pool: ladder.Pool) -> _Weights:
-        """Of the files on disk; of the pool's, under BALLAST_MODEL, where the engine has no weight files.
-
-        Raises Mismatch or NotFound where there are neither, or files of another kind.
-        """
-        try:
-            folder, files, safetensors, _ = loader._prepare_weights(
-                model_config.model, None, model_config.revision, True, None
-            )
-        except RuntimeError as error:
-            if settings.model is None:
-                raise NotFound(f"{error}; name the model with BALLAST_MODEL") from None
-            return cls._of_pool(model_config, settings.model, pool)
-        if not safetensors:
-            raise Mismatch(f"the weights in {folder} are no safetensors files")
-        known = _recorded(pool)
-        rows = []
-        names = set()
-        for file in files:
-            fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                found = known.get(Stat.of(os.fstat(fd)))
-                if found is None:
-                    header, sample = _read_identity(fd, Path(file))
-                else:
-                    header, sample, name = found
-                    names.add(name)
-                rows.append([os.path.basename(file), os.fstat(fd).st_size, header, sample])
-            finally:
-                os.close(fd)
-        model = settings.model or (names.pop() if len(names) == 1 else _name(Path(folder)))
-        return cls(_digest([sorted(rows), _configs(Path(folder), model_config)]), model)
-
-    @classmethod
-    def _of_pool(cls, model_config: Any, model: str, pool: ladder.Pool) -> _Weights:
-        folder = Path(model_config.model)
-        ready = [g for g in pool.catalog().of_model(model, catalog.READY) if g.kind == catalog.CHECKPOINT]
-        if not ready:
-            raise NotFound(f"the pool holds no checkpoint {model!r} (BALLAST_MODEL)")
-        contents = pool.manifest(ready[0])
-        for name in _CONFIG_FILES:
-            if name in contents.config and _file_digest(folder / name) != contents.config[name]:
-                raise Mismatch(f"{folder / name} differs from the one that {model!r} was loaded with")
-        rows = sorted([*_shard_row(shard)] for shard in contents.shards)
-        return cls(_digest([rows, _configs(folder, model_config)]), model)
-
-
-def _shard_row(shard: Any) -> tuple[str, int, str, str]:
-    return shard.name, shard.identity.size, shard.identity.header, shard.identity.sample
-
-
-def _recorded(pool: ladder.Pool) -> dict[Stat, tuple[str, str, str]]:
-    """What the sidecar knows of files that were not written to since: state of a file -> header, sample, model."""
-    found: dict[Stat, tuple[str, str, str]] = {}
-    for generation in pool.catalog().generations:
-        if generation.kind == catalog.CHECKPOINT and generation.state == catalog.READY:
-            try:
-                contents: Manifest = pool.manifest(generation)
-            except HandoffError:
-                continue
-            for shard in contents.shards:
-                if shard.identity.stat is not None:
-                    found[shard.identity.stat] = (shard.identity.header, shard.identity.sample, generation.model)
-    return found
-
-
-def _read_identity(fd: int, path: Path) -> tuple[str, str]:
-    """A file's header and sample digests, as the sidecar computes them."""
-    header, length = identity.header_digest(fd, path)
-    document = json.loads(os.pread(fd, length - 8, 8))
-    spans = sorted(tuple(row["data_offsets"]) for name, row in document.items() if name != "__metadata__")
-    plan = identity.sample_plan([end - begin for begin, end in spans])
-    return header, identity.sample_digest(fd, [(length + spans[i][0] + at, count) for i, at, count in plan], path)
-
-
-def _configs(folder: Path, model_config: Any) -> Mapping[str, Optional[str]]:
-    """Files beside the weights that decide what is made of them; code as well, where it is trusted."""
-    names = [name for name in _CONFIG_FILES if (folder / name).exists()]
-    if model_config.trust_remote_code:
-        names += sorted(path.name for path in folder.glob("*.py"))
-    return {name: _file_digest(folder / name) for name in names}
-
-
-def _file_digest(path: Path) -> Optional[str]:
+def _weights(loader: Any, model_config: Any, settings: Settings, pool: ladder.Pool) -> Weights:
+    """What vLLM was told to load. Raises Mismatch or NotFound where there are no files, or files of another kind."""
+    code = bool(model_config.trust_remote_code)
     try:
-        return identity.digest(path.read_bytes())
-    except OSError:
-        return None
-
-
-def _name(folder: Path) -> str:
-    """A name for a model that the pool does not know: as the sidecar would call its folder."""
-    folder = folder.resolve()
-    if folder.parent.name == "snapshots" and folder.parent.parent.name.startswith("models--"):  # a hub's cache
-        candidate = folder.parent.parent.name[len("models--") :].replace("--", "/")
-    else:
-        candidate = folder.name
-    try:
-        return check_model(candidate)
-    except HandoffError:
-        return "engine-state"
-
+        folder, files, safetensors, _ = loader._prepare_weights(model_config.model, None, model_config.revision, True, None)
+    except RuntimeError as error:
+        if settings.model is None:
+            raise NotFound(f"{error}; name the model with BALLAST_MODEL") from None
+        return weight_files.of_pool(Path(model_config.model), code, settings.model, pool)
+    if not safetensors:
+        raise Mismatch(f"the weights in {folder} are no safetensors files")
+    return weight_files.of_files(Path(folder), files, code, settings.model, pool)

@@ -44,7 +44,7 @@ def compute(job: dict[str, Any]) -> dict[str, Any]:
             undo.append((owner, name, getattr(owner, name)))
             setattr(owner, name, (lambda value=value: value) if callable(getattr(owner, name)) else value)
         loader = get_model_loader(made.load_config)
-        weights = hook._Weights.of(loader, model, ladder.Settings.read(), ladder.pool())
+        weights = hook._weights(loader, model, ladder.Settings.read(), ladder.pool())
         return hook.key(made, model, job.get("prefix", ""), weights.digest)
     finally:
         for owner, name, value in undo:
