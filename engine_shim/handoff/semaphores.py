@@ -3,13 +3,17 @@
 A named semaphore whose holder is killed is never given back. So behind the guard stands a kernel lock on a byte of the
 control page, which the kernel releases, and only that lock decides; and nobody waits for the bell longer than a moment
 before looking for himself. Where `posix_ipc` is not installed both fall back to looking often.
+
+Nor does anybody wait by the wall clock. sem_timedwait(3) does, and with it the library's own timeout: a clock that is set back
+by an hour meanwhile makes an hour of a fifth of a second. sem_clockwait(3) waits by the monotonic clock.
 """
 
 from __future__ import annotations
 
+import ctypes
 import time
 from contextlib import contextmanager, suppress
-from typing import Any, Iterator
+from typing import Any, Iterator, Optional
 
 from engine_shim.handoff import posix
 from engine_shim.handoff.errors import Busy
@@ -28,35 +32,69 @@ GLANCE = 0.2
 _POLL = 0.005
 
 
-def _open(name: str, create: bool, initial: int) -> Any:
+class _Timespec(ctypes.Structure):
+    _fields_ = [("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long)]
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_CLOCKWAIT = hasattr(_libc, "sem_clockwait")  # glibc 2.30; musl has none
+_FAILED = (None, ctypes.c_void_p(-1).value)
+if _CLOCKWAIT:
+    _libc.sem_clockwait.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.POINTER(_Timespec)]
+    _libc.sem_open.argtypes = [ctypes.c_char_p, ctypes.c_int]
+    _libc.sem_open.restype = ctypes.c_void_p
+    _libc.sem_close.argtypes = [ctypes.c_void_p]
+
+
+class _Semaphore:
+    """A named semaphore that is open."""
+
+    def __init__(self, semaphore: Any, name: str) -> None:
+        self._semaphore = semaphore
+        # The C library knows that it has this one open, and gives the same address once more.
+        self._address = _libc.sem_open(name.encode(), 0) if _CLOCKWAIT else None
+
+    def acquire(self, timeout: float) -> bool:
+        """Waits at most `timeout` seconds; a handled signal counts as a wait that ended early."""
+        if self._address not in _FAILED:
+            until = time.clock_gettime_ns(time.CLOCK_MONOTONIC) + int(timeout * 1e9)
+            deadline = _Timespec(*divmod(until, 1_000_000_000))
+            return not _libc.sem_clockwait(self._address, time.CLOCK_MONOTONIC, ctypes.byref(deadline))
+        end = time.monotonic() + timeout
+        semaphore = self._semaphore
+        while True:
+            with suppress(OSError, posix_ipc.Error):
+                semaphore.acquire(0)
+                return True
+            left = end - time.monotonic()
+            if left <= 0:
+                return False
+            time.sleep(min(left, _POLL))
+
+    def raise_to_one(self) -> None:
+        semaphore = self._semaphore
+        with suppress(OSError, posix_ipc.Error):
+            if semaphore.value == 0:
+                semaphore.release()
+
+    def close(self) -> None:
+        if self._address not in _FAILED:
+            _libc.sem_close(self._address)
+        self._semaphore.close()
+
+
+def _open(name: str, create: bool, initial: int) -> Optional[_Semaphore]:
     """The named semaphore, or None where there is none to be had (no library, no permission, not made yet)."""
     if posix_ipc is None:
         return None
     try:
         if create:
-            return posix_ipc.Semaphore(name, posix_ipc.O_CREAT, mode=posix.PRIVATE, initial_value=initial)
-        return posix_ipc.Semaphore(name)
+            semaphore = posix_ipc.Semaphore(name, posix_ipc.O_CREAT, mode=posix.PRIVATE, initial_value=initial)
+        else:
+            semaphore = posix_ipc.Semaphore(name)
     except (OSError, ValueError, posix_ipc.Error):
         return None
-
-
-def _acquire(semaphore: Any, timeout: float) -> bool:
-    """Waits at most `timeout` seconds; a handled signal counts as a wait that ended early."""
-    try:
-        semaphore.acquire(timeout)
-    except (posix_ipc.BusyError, posix_ipc.SignalError):
-        return False
-    except (OSError, posix_ipc.Error):
-        time.sleep(min(timeout, GLANCE))
-        return False
-    return True
-
-
-def _raise_to_one(semaphore: Any) -> None:
-    if semaphore is not None:
-        with suppress(OSError, posix_ipc.Error):
-            if semaphore.value == 0:
-                semaphore.release()
+    return _Semaphore(semaphore, name)
 
 
 def unlink(paths: PoolPaths) -> None:
@@ -76,7 +114,8 @@ class Bell:
 
     def ring(self) -> None:
         # Never above one: otherwise rings that nobody waits for would pile up and make later waits spin.
-        _raise_to_one(self._semaphore)
+        if self._semaphore is not None:
+            self._semaphore.raise_to_one()
 
     def wait(self, timeout: float) -> bool:
         """Sleeps until somebody rings, at most `timeout` seconds and never longer than a glance."""
@@ -84,7 +123,7 @@ class Bell:
         if self._semaphore is None:
             time.sleep(min(timeout, GLANCE / 4))
             return False
-        return _acquire(self._semaphore, timeout)
+        return self._semaphore.acquire(timeout)
 
     def close(self) -> None:
         if self._semaphore is not None:
@@ -102,8 +141,8 @@ class Guard:
 
     def reset(self) -> None:
         """Gives a leaked semaphore back. Only for the sidecar, which holds the control page's flock."""
-        if not posix.byte_is_locked(self._fd, GUARD_BYTE):
-            _raise_to_one(self._semaphore)
+        if self._semaphore is not None and not posix.byte_is_locked(self._fd, GUARD_BYTE):
+            self._semaphore.raise_to_one()
 
     @contextmanager
     def hold(self, timeout: float) -> Iterator[None]:
@@ -113,7 +152,7 @@ class Guard:
             left = deadline - time.monotonic()
             if self._semaphore is not None:
                 # Its holder may be dead: wait a glance, then ask the kernel, whatever the semaphore says.
-                _acquire(self._semaphore, max(0.0, min(left, GLANCE)))
+                self._semaphore.acquire(max(0.0, min(left, GLANCE)))
             if posix.try_lock_byte(self._fd, GUARD_BYTE):
                 break
             if left <= 0:
@@ -124,7 +163,8 @@ class Guard:
         finally:
             posix.unlock_byte(self._fd, GUARD_BYTE)
             # The lock decides, so a value that is wrong for a moment lets nobody in who should wait.
-            _raise_to_one(self._semaphore)
+            if self._semaphore is not None:
+                self._semaphore.raise_to_one()
 
     def close(self) -> None:
         if self._semaphore is not None:

@@ -167,6 +167,7 @@ def prepare(place: Place, name: str) -> Snapshot:
 
 def record(directory: str, pool: str, folder: str, name: str) -> tuple[Counter[Step], set[str]]:
     """The steps and the sites of a sequence that is not cut short."""
+    sites()  # read the source now, not anew in every child
     place = Place(PoolPaths(pool, Path(directory)), Path(folder))
     restore(place, prepare(place, name))
     try:

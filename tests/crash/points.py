@@ -12,6 +12,7 @@ Both work from outside: they replace functions in their own process. The code un
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import os
 import re
@@ -27,7 +28,7 @@ from typing import Any
 
 import posix_ipc
 
-from engine_shim.handoff import maps, posix
+from engine_shim.handoff import maps, posix, semaphores
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -45,6 +46,7 @@ PRIMITIVES: dict[str, frozenset[str]] = {
     "fcntl": frozenset({"flock", "lockf", "fcntl"}),
     "posix_ipc": frozenset({"Semaphore", "unlink_semaphore", "SharedMemory", "unlink_shared_memory"}),
     "semaphore": frozenset({"acquire", "release"}),
+    "_libc": frozenset({"sem_clockwait", "sem_timedwait", "sem_wait", "sem_trywait", "sem_post"}),
 }  # fmt: skip
 # What this layer wraps while a sequence runs; the rest of PRIMITIVES is not to be used, which `sites` would show.
 _WRAPPED = ((posix, "posix"), (maps, "maps"), (os, "os"))
@@ -126,7 +128,8 @@ def _kind(args: tuple[Any, ...]) -> str:
     """What kind of object a call is about: its name in the pool without what makes it one of many."""
     path = next((str(arg) for arg in args if isinstance(arg, Path)), None)
     if path is None and args and isinstance(args[0], int):
-        path = os.readlink(f"/proc/self/fd/{args[0]}").removesuffix(" (deleted)")
+        with contextlib.suppress(OSError):  # a number that is no descriptor
+            path = os.readlink(f"/proc/self/fd/{args[0]}").removesuffix(" (deleted)")
     if path is None and args and isinstance(args[0], str):
         path = args[0]
     name = os.path.basename(path or "")
@@ -197,6 +200,7 @@ class _Layer:
                 layer._look("semaphore.release", super().release, (self.name,))
                 return super().release()
 
+        semaphores._libc.sem_clockwait = self._wrap(semaphores._libc.sem_clockwait, "_libc.sem_clockwait")
         posix_ipc.Semaphore = self._wrap(Semaphore, "posix_ipc.Semaphore")
         posix_ipc.unlink_semaphore = self._wrap(posix_ipc.unlink_semaphore, "posix_ipc.unlink_semaphore")
 
