@@ -23,6 +23,8 @@ from engine_shim.handoff.publication import Publication
 from engine_shim.handoff.room import gib
 from engine_shim.mapping import Residency, Tensors
 
+_LATE_LOOKS = 5  # each of them means that a generation was replaced in the millisecond that attaching takes
+
 PathLike = Union[str, "os.PathLike[str]"]
 
 
@@ -92,6 +94,7 @@ def open(
         return found
 
     deadline = time.monotonic() + limit
+    late = 0
     while True:
         generation = view.wait(look, max(0.0, deadline - time.monotonic()))
         if generation is None:
@@ -103,7 +106,8 @@ def open(
             segments = ladder.residency(view, generation, contents, where)
             break
         except NotFound:  # retired between two looks: look again; but what is missing from one that stays will not come
-            if time.monotonic() > deadline or view.catalog().get(generation.number) == generation:
+            late += time.monotonic() > deadline  # to look again takes no time, so a few times even if there is none left
+            if late > _LATE_LOOKS or view.catalog().get(generation.number) == generation:
                 raise
     if checkpoint is not None:
         check_checkpoint(contents, Path(checkpoint))

@@ -215,7 +215,8 @@ class Start:
                 keeper.close()
 
         def follow() -> None:
-            committed.wait()
+            if not committed.wait(_ADOPTION):
+                return  # it was not committed, and `commit` has said so
             try:
                 generation = state.adopted(keeper.identifier, self.digest, _ADOPTION, self.paths)
                 self.report("published", generation.number)

@@ -405,13 +405,18 @@ class PoolWriter:
 
     def close(self, remove: bool) -> None:
         """Gives the pool up, to a successor or, with `remove`, altogether."""
-        if remove and self.page.current:  # otherwise what bears the pool's name is a successor's
-            with contextlib.suppress(HandoffError):  # somebody may have damaged the page; it goes in any case
-                self._write(dataclasses.replace(self.catalog, generations=()))
-            remove_objects(self.paths)
+        if remove:
+            self.remove()
         self.guard.close()
         self.bell.close()
         self.page.close()
+
+    def remove(self) -> None:
+        """Removes every object and the semaphores."""
+        if self.page.current:  # otherwise what bears the pool's name is a successor's
+            with contextlib.suppress(HandoffError):  # somebody may have damaged the page; it goes in any case
+                self._write(dataclasses.replace(self.catalog, generations=()))
+            remove_objects(self.paths)
 
 
 def _share(fd: int, mode: int, group: int | None) -> None:

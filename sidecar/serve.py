@@ -40,6 +40,9 @@ SWEEP_EVERY = 5.0
 RETRY_EVERY = 30.0  # a checkpoint that could not be loaded is tried again this often, or once its files change
 SETTLE = 2.0  # a changed checkpoint is loaded once it has stayed as it is for this long: something may still be writing
 _TURN = 0.2  # seconds between two looks for publications; the bell is left to the engines, whom it should wake
+# How long an ending sidecar waits for its reads. One that does not come back (a volume that is gone) must not keep it from
+# ending: docker gives it 10 s, Kubernetes 30.
+END_WITHIN = 5.0
 
 # A downloader's marks as well: when they go, a checkpoint is whole without having changed.
 _WATCHED = frozenset({".safetensors", ".json", *checkpoint.IN_PLACE, *checkpoint.UNFINISHED})
@@ -182,12 +185,25 @@ class Sidecar:
             self._stop.set()
             self._queue.put(None)
             if worker.ident is not None:
-                worker.join()
+                worker.join(END_WITHIN)
+            if worker.is_alive():
+                self._abandon(remove)
             pool.close(remove)
             self._residency.end(remove)
             for number, handler in zip((signal.SIGTERM, signal.SIGINT), previous, strict=True):
                 signal.signal(number, handler)
             log.info("stopped; the pool %s", "is removed" if remove else "stays for the next sidecar")
+
+    def _abandon(self, remove: bool) -> None:
+        """Ends the process although a thread still reads: closing under it would hand its descriptors to others."""
+        log.error(
+            "a read of a checkpoint's file does not come back after %.0f s (is its disk or network volume gone?); ending "
+            "without it, the pool %s", END_WITHIN, "is removed" if remove else "stays for the next sidecar",
+        )  # fmt: skip
+        if remove:
+            self._pool.remove()
+        logging.shutdown()
+        os._exit(1)
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
         self._signal = number
@@ -202,7 +218,7 @@ class Sidecar:
         pool = self._pool
         next_watch = next_sweep = time.monotonic()
         while not self._stop.is_set():
-            self._stop.wait(_TURN)
+            time.sleep(_TURN)  # not `self._stop.wait`: before Python 3.11 that goes by the wall clock, which may be set back
             now = time.monotonic()
             if not pool.page.current:
                 log.error(
