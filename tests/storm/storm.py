@@ -53,8 +53,8 @@ CALM_EVERY = 20.0
 
 SIDECAR, ENGINE, PUBLISHER, FOREIGNER = "sidecar", "engine", "publisher", "foreigner"
 # How many of each, and how long each lives on average, in seconds.
-CAST = {SIDECAR: (2, 0.4), ENGINE: (3, 0.25), PUBLISHER: (1, 0.3)}
-FOREIGN = {FOREIGNER: (1, 1.0)}
+CAST = {SIDECAR: (2, 0.3), ENGINE: (3, 0.15), PUBLISHER: (1, 0.2)}
+FOREIGN = {FOREIGNER: (1, 0.5)}
 
 
 class Wrong(AssertionError):
