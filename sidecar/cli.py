@@ -196,6 +196,14 @@ def serve(
         list[str] | None,
         typer.Option(metavar="NAME", show_default=False, help="A model that stays in memory whatever else is asked for."),
     ] = None,
+    scrub: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TIME",
+            show_default=False,
+            help="Check every byte in memory this often, like 6h, slowly; what is damaged is replaced from its files.",
+        ),
+    ] = None,
     group: Annotated[
         str | None,
         typer.Option(
@@ -213,6 +221,7 @@ def serve(
     """
     from sidecar import progress
     from sidecar.budget import Budget, parse_size
+    from sidecar.scrub import parse_duration
     from sidecar.serve import Sidecar, name_models
 
     paths = _paths(pool, directory)
@@ -222,17 +231,18 @@ def serve(
     for strange in sorted(set(pin or ()) - {model.name for model in models}):
         held = ", ".join(model.name for model in models)
         raise NameRefused(f"--pin {strange}: this sidecar serves no such model but {held}")
+    every = None if scrub is None else parse_duration(scrub)
     budget = Budget(None if max_bytes is None else parse_size(max_bytes), pin or ())
     if device is not None:
         _check_device(device)
     on = None if on_exit is None else on_exit.value
     if not progress.is_terminal():
-        return Sidecar(paths, models, on, progress.Lines(), budget, device).run()
+        return Sidecar(paths, models, on, progress.Lines(), budget, device, every).run()
     console = _console(stderr=True)
     bars = progress.Bars(console)
     _log_to(progress.BarsHandler(console))
     try:
-        return Sidecar(paths, models, on, bars, budget, device).run()
+        return Sidecar(paths, models, on, bars, budget, device, every).run()
     finally:
         bars.close()
 

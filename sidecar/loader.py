@@ -304,7 +304,13 @@ def create_segment(path: Path, placed: Sequence[Placed], size: int) -> int:
     return fd
 
 
-def segment_digests(fd: int, rows: Sequence[tuple[int, int]], path: Path, buffers: threading.local) -> Iterator[str]:
+def segment_digests(
+    fd: int,
+    rows: Sequence[tuple[int, int]],
+    path: Path,
+    buffers: threading.local,
+    pace: Callable[[int], None] = lambda count: None,
+) -> Iterator[str]:
     """The digest of each (offset, size) run of a segment, as it is now. Raises Damaged if the segment is too short."""
     buffer = _buffer(buffers)
     for offset, nbytes in rows:
@@ -313,4 +319,17 @@ def segment_digests(fd: int, rows: Sequence[tuple[int, int]], path: Path, buffer
             if _read(fd, buffer[:size], offset + inside) < size:
                 raise HandoffError(f"{path} ends too early: run 'ballast purge' and start the sidecar again")
             parts.append(digest.block(buffer[:size]))
+            pace(size)
         yield digest.join(parts)
+
+
+def first_set(fd: int, offset: int, length: int, path: Path) -> int | None:
+    """The position of the first byte of a run that is not zero; None if all are."""
+    while length > 0:
+        data = posix.read_exactly(fd, min(length, digest.BLOCK), offset, path)
+        rest = data.lstrip(b"\0")
+        if rest:
+            return offset + len(data) - len(rest)
+        offset += len(data)
+        length -= len(data)
+    return None

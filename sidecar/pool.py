@@ -14,7 +14,7 @@ import secrets
 import stat
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -502,26 +502,51 @@ def purge(paths: PoolPaths, force: bool = False) -> int:
         os.close(fd)
 
 
-def recompute(paths: PoolPaths, contents: Manifest) -> dict[int, str]:
-    """The digest of every tensor of a generation as it is in shared memory now: row → digest."""
+def recompute(
+    paths: PoolPaths, contents: Manifest, pace: Callable[[int], None] = lambda count: None
+) -> dict[int, str]:
+    """The digest of every tensor of a generation as it is in shared memory now: row → digest. `pace` hears of bytes read."""
     found: dict[int, str] = {}
-    by_segment: dict[int, list[int]] = {}
-    for index, row in enumerate(contents.tensors):
-        by_segment.setdefault(row.segment, []).append(index)
     buffers = threading.local()
-    for segment, rows in by_segment.items():
-        path = paths.segment(contents.generation, segment)
-        inode = contents.inodes[segment] if contents.inodes else None
-        fd = manifest.open_segment(path, contents.segments[segment], inode)
-        try:
+    for segment, rows in _by_segment(contents).items():
+        with _segment(paths, contents, segment) as (fd, path):
             runs = [(contents.tensors[index].offset, contents.tensors[index].nbytes) for index in rows]
-            found.update(zip(rows, loader.segment_digests(fd, runs, path, buffers), strict=True))
-        finally:
-            os.close(fd)
+            for index, digest in zip(rows, loader.segment_digests(fd, runs, path, buffers, pace), strict=True):
+                found[index] = digest
     return found
 
 
-def damaged(paths: PoolPaths, contents: Manifest) -> list[str]:
-    """The names of the tensors whose bytes are not what was published."""
-    digests: Mapping[int, Any] = recompute(paths, contents)
-    return [row.name for index, row in enumerate(contents.tensors) if digests[index] != row.digest]
+def _by_segment(contents: Manifest) -> dict[int, list[int]]:
+    """The rows of each segment. Every segment has some, if only none."""
+    rows: dict[int, list[int]] = {index: [] for index in range(len(contents.segments))}
+    for index, row in enumerate(contents.tensors):
+        rows[row.segment].append(index)
+    return rows
+
+
+@contextlib.contextmanager
+def _segment(paths: PoolPaths, contents: Manifest, index: int) -> Iterator[tuple[int, Path]]:
+    path = paths.segment(contents.generation, index)
+    fd = manifest.open_segment(path, contents.segments[index], contents.inodes[index] if contents.inodes else None)
+    try:
+        yield fd, path
+    finally:
+        os.close(fd)
+
+
+def damaged(
+    paths: PoolPaths, contents: Manifest, pace: Callable[[int], None] = lambda count: None
+) -> Iterator[tuple[str, int]]:
+    """What is not as it was published, down to the last bit, and in which segment: tensors, and the bytes between them."""
+    digests: Mapping[int, Any] = recompute(paths, contents, pace)
+    for index, row in enumerate(contents.tensors):
+        if digests[index] != row.digest:
+            yield row.name, row.segment
+    for segment, rows in _by_segment(contents).items():
+        end = 0
+        with _segment(paths, contents, segment) as (fd, path):
+            places = sorted((contents.tensors[index].offset, contents.tensors[index].nbytes) for index in rows)
+            for offset, nbytes in [*places, (contents.segments[segment], 0)]:
+                if offset > end and loader.first_set(fd, end, offset - end, path) is not None:
+                    yield f"a byte from {end} to {offset} of segment {segment}, where no tensor lies,", segment
+                end = max(end, offset + nbytes)

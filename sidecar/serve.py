@@ -32,6 +32,7 @@ from sidecar.checkpoint import Checkpoint, CheckpointError
 from sidecar.loader import Cancelled, Loaded, Placed, ShardLoader
 from sidecar.pool import PoolWriter
 from sidecar.residency import Residency
+from sidecar.scrub import Scrubber
 
 log = logging.getLogger("ballast")
 
@@ -143,12 +144,15 @@ class Sidecar:
         progress: Progress | None = None,
         budget: Budget | None = None,
         device: str | None = None,
+        scrub_every: float | None = None,
     ) -> None:
         self.paths = paths
         self.models = {model.name: model for model in models}
         self._on_exit = on_exit
         self._budget = budget or Budget()
         self._device = device
+        self._scrub_every = scrub_every
+        self._damaged: queue.SimpleQueue[Generation] = queue.SimpleQueue()  # found by the scrubber, retired by now
         self._tell = progress or (lambda *_: None)
         self._stop = threading.Event()
         self._signal = 0
@@ -169,6 +173,7 @@ class Sidecar:
         previous = [signal.signal(number, self._on_signal) for number in (signal.SIGTERM, signal.SIGINT)]
         remove = False
         worker = threading.Thread(target=self._work, name="ballast-loader")
+        scrubber = None if self._scrub_every is None else Scrubber(pool, self._scrub_every, self._damaged.put)
         try:
             self._adopt()
             pool.collect()
@@ -178,6 +183,8 @@ class Sidecar:
             for number in pool.unfinished:
                 pool.drop(number)
             worker.start()
+            if scrubber is not None:
+                scrubber.start()
             code = self._turn_until_stopped()
             remove = code != 0 or self._leaves_nothing()
             return code
@@ -186,6 +193,8 @@ class Sidecar:
             self._queue.put(None)
             if worker.ident is not None:
                 worker.join(END_WITHIN)
+            if scrubber is not None:
+                scrubber.stop()
             if worker.is_alive():
                 self._abandon(remove)
             pool.close(remove)
@@ -230,6 +239,7 @@ class Sidecar:
             try:
                 self._budget.look(pool)
                 self._answer()
+                self._replace_damaged()
                 for identifier in pool.publications():
                     if identifier not in self._queued:
                         self._queued.add(identifier)
@@ -469,6 +479,16 @@ class Sidecar:
         if served.number == generation.number:
             log.info("%s was touched but not changed: generation %d stays", model.name, served.number)
         return True
+
+    def _replace_damaged(self) -> None:
+        """Loads again, from its files, what the scrubber has taken out of service, if it was what the model's files hold."""
+        while not self._damaged.empty():
+            generation = self._damaged.get()
+            model = self.models.get(generation.model)
+            if model is None or generation.kind != catalog.CHECKPOINT or model.plan is not None or model.evicted:
+                continue
+            if self._open(model) and model.found is not None and self._served(model, model.found) is None:
+                self._enqueue(model, model.found)
 
     # Requests, and what has to stay outside
 

@@ -473,7 +473,7 @@ def _verify(paths: PoolPaths, generation: Generation) -> Verified:
         contents = read_manifest(paths, generation)
         if not contents.complete:
             raise Damaged(f"{paths.manifest(generation.number)} has no digests, although the catalog calls it ready")
-        damaged = pool.damaged(paths, contents)
+        damaged = [what for what, _ in pool.damaged(paths, contents)]
     except HandoffError as error:
         return Verified(generation.model, generation.number, 0, generation.total, 0.0, problem=str(error))
     return Verified(
