@@ -128,10 +128,10 @@ def shared_slots(module: torch.nn.Module) -> Iterator[Any]:
             yield slot
 
 
-def refuse_writes(module: torch.nn.Module, what: str) -> None:
+def refuse_writes(module: torch.nn.Module, what: str, remedy: str = "call make_private(module) first") -> None:
     """Raises Mismatch if something of a module is shared: `what` would write to other engines' weights."""
     for slot in shared_slots(module):
-        raise Mismatch(f"{what} would write to {slot.label}, which other engines share: call make_private(module) first")
+        raise Mismatch(f"{what} would write to {slot.label}, which other engines share: {remedy}")
 
 
 def make_private(module: torch.nn.Module) -> int:

@@ -20,8 +20,8 @@ from typing import Any, Callable, Mapping, Optional
 
 import torch
 
-from engine_shim import ladder, modules, parity, state
-from engine_shim.handoff.errors import HandoffError, NotFound
+from engine_shim import device, ladder, modules, parity, state
+from engine_shim.handoff.errors import HandoffError, Mismatch, NotFound
 from engine_shim.handoff.names import PoolPaths
 from engine_shim.handoff.room import gib
 from engine_shim.ladder import Settings
@@ -48,6 +48,7 @@ class Start:
     in its engine: `variant`, `levels`, `check`."""
 
     variant = "final"  # post-processing of another variant has another result, from the same captured state
+    gpu: Optional[device.Gpu] = None  # where the engine's weights are to lie; None for host memory
     remark = ""  # at the end of the line that says that an engine is attached
 
     def __init__(
@@ -65,6 +66,7 @@ class Start:
         self.found: Optional[Found] = None
         self.keeper: Optional[Keeper] = None
         self.taken = 0.0
+        self.mapped = False  # whether the state lies in shared device memory: the model can be built without any
         self.touched = False  # whether the model has held anything of ours: if it has, a failure may be our fault
         self._old: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._look()
@@ -73,7 +75,8 @@ class Start:
         if os.environ.get("BALLAST_STATE", "1").strip().lower() in ("0", "off", "no", "false"):
             return
         try:
-            self.found = state.find(self.digest, self.label, self.paths)
+            self.found = state.find(self.digest, self.label, self.paths, self.gpu)
+            self.touched = self.mapped = self.found is not None and isinstance(self.found.segments, device.Copy)
         except HandoffError as error:
             log.warning("the state of %s in the pool cannot be used: %s", self.name, error)
             return
@@ -98,6 +101,7 @@ class Start:
         if self.found is not None and self._bind(model, self.found):
             self.tell(model, "loaded")
             return None
+        self.refuse_mapped()
         self._prepare_keeping(model)
         result = by_engine()
         self.tell(model, "loaded")
@@ -107,6 +111,11 @@ class Start:
             except Exception as error:
                 self.give_up_keeping(error)
         return result
+
+    def refuse_mapped(self) -> None:
+        """Raises Mismatch if the model was built for a state in device memory, which is not used after all."""
+        if self.mapped:
+            raise Mismatch("the model was built without memory for a state that is not used; it is built again")
 
     def tell(self, model: torch.nn.Module, stage: str) -> None:
         """For `ballast parity`."""
@@ -181,7 +190,7 @@ class Start:
                     self.name, self.rung, contents.generation, self.paths.pool, gib(contents.nbytes), 1000 * self.taken,
                     self.remark,
                 )  # fmt: skip
-                _sharing[model] = (self.paths, contents.generation)
+                self.attached(model, self.found)
                 self.report("attached")
             self.tell(model, "final")
             if self.keeper is not None:
@@ -192,8 +201,14 @@ class Start:
             self.give_up_keeping(error)
             self.report("failed")
 
+    def attached(self, model: torch.nn.Module, found: Found) -> None:
+        """The model runs on shared bytes from now on."""
+        _sharing[model] = (self.paths, found.generation.number)
+
     def _hand_over(self, model: torch.nn.Module, keeper: Keeper) -> None:
         description = keeper.finish(model, self.variant)
+        if self.gpu is not None:
+            description["gpu"] = self.gpu.uuid
         self.keeper = None
         committed = threading.Event()
         reference = weakref.ref(model)

@@ -25,6 +25,7 @@ import torch
 from engine_shim import ladder, modules, parity, start, state, weight_files
 from engine_shim.handoff.errors import HandoffError, Mismatch, NotFound
 from engine_shim.handoff.names import PoolPaths
+from engine_shim.hooks import vllm_device
 from engine_shim.ladder import Settings
 from engine_shim.state import Found, Keeper
 from engine_shim.weight_files import Weights, digest_of
@@ -91,6 +92,20 @@ def _loader(original: Any) -> Any:
                     self._start = None
 
             return _load(self, vllm_config, model_config, prefix, by_vllm)
+
+        def get_external_weight_memory(self, vllm_config: Any) -> int:
+            settings, paths, config = Settings.read(), PoolPaths.from_environment(), vllm_config.model_config
+
+            def digest() -> str:
+                weights = _weights(self, config, settings, ladder.pool(paths))
+                return modules.key_digest(key(vllm_config, config, "", weights.digest))
+
+            return 0 if settings.mode == "off" else vllm_device.external(digest, paths)
+
+        def create_model(self, *args: Any, **kwargs: Any) -> Any:
+            # What is mapped takes its place: to allocate it first would need the memory of a GPU twice.
+            with torch.device("meta") if self._start is not None and self._start.mapped else contextlib.nullcontext():
+                return original.create_model(self, *args, **kwargs)
 
         def load_weights(self, model: Any, model_config: Any) -> None:
             if self._start is None:
@@ -162,6 +177,8 @@ def _unregister(vllm_config: Any, before: tuple[dict[str, Any], list[str]]) -> N
 class _Step:
     """What happens to one model while vLLM loads it."""
 
+    mapped = False  # whether the weights lie in shared device memory: then the model is built without any
+
     def weights(self, model: torch.nn.Module, by_engine: Callable[[], Any]) -> Any:
         """Called between the building of the model and its post-processing."""
         raise NotImplementedError
@@ -206,6 +223,7 @@ class _Start(start.Start, _Step):
         # Post-processing has another result with packing than without; what was captured before it is the same.
         self.variant = "zero-copy" if self.zero_copy else "packed"
         self.remark = ", used where it lies, without packing" if self.zero_copy else ""
+        self.gpu = vllm_device.gpu()
         self._undo: list[Callable[[], None]] = []
         super().__init__(settings, "vLLM", weights.model, found, place, paths)
 
@@ -213,6 +231,7 @@ class _Start(start.Start, _Step):
         """Binds, or loads and keeps; then sees to it that what was captured after post-processing is so only once."""
         if getattr(model, "secondary_weights", ()) or getattr(model, "allow_patterns_overrides", None) is not None:
             log.info("%s reads more than its checkpoint's weight files: its state is neither used nor kept", self.name)
+            self.refuse_mapped()
             self.found = None
             return by_engine()
         result = super().weights(model, by_engine)
@@ -287,6 +306,10 @@ class _Start(start.Start, _Step):
     def close(self) -> None:
         self._unwrap()
         super().close()
+
+    def attached(self, model: torch.nn.Module, found: Found) -> None:
+        super().attached(model, found)
+        vllm_device.guard(found.segments)
 
     def _unwrap(self) -> None:
         while self._undo:
