@@ -172,6 +172,12 @@ class Holder:
             if not posix.byte_is_locked(fd, 0):
                 os.close(fd)
                 del self._engines[identifier]
+                with contextlib.suppress(HandoffError):  # he may only have put a new record in its place
+                    again = posix.open_existing(self.paths.attachment(identifier))
+                    if posix.byte_is_locked(again, 0):
+                        self._engines[identifier] = again
+                    else:
+                        os.close(again)
 
     def _wanted(self, now: Catalog) -> dict[tuple[int, str], Generation]:
         """Which generation is to be on which GPU: of each model and key the newest, an engine's state on the GPU that it comes
