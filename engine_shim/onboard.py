@@ -170,6 +170,19 @@ def home(captured: Captured) -> dict[str, str]:
 _claims: dict[tuple[PoolPaths, str, int], attachment.Token] = {}
 
 
+def _forget_after_fork() -> None:
+    """A child has no part in its parent's driver: what it maps it maps, and watches, itself."""
+    global _lock, _thread
+    _lock = threading.Lock()
+    _thread = None
+    _watched.clear()
+    _opened.clear()
+    _claims.clear()
+
+
+os.register_at_fork(after_in_child=_forget_after_fork)
+
+
 def external_weight_memory(
     keys: Sequence[str], where: Gpu, engine: str = "", paths: Optional[PoolPaths] = None, wait: float = 30.0
 ) -> int:

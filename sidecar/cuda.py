@@ -107,7 +107,7 @@ class Gpu:
                 self._upload_registered(pointer, fd, size, stop)
                 return
             except DeviceError as error:
-                if error.code not in (1, 801, 2):
+                if error.code not in (1, 2, 304, 801):
                     raise  # otherwise: this machine cannot pin shared pages; in pieces it can
         self._upload_staged(pointer, fd, size, stop)
 

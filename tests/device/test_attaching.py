@@ -12,10 +12,11 @@ from engine_shim.handoff import attachment, holder, manifest
 from engine_shim.handoff.errors import Damaged, DeviceError
 from engine_shim.handoff.manifest import DeviceCopy, Window
 from tests.checkpoints import Checkpoint, entry
+from tests.crash.instrumented import HOLDING, hold, instrumented, release
 from tests.device import gpu_side
 from tests.device.emulated import MIB, A, B, M, Machine, contents, resident, until
 from tests.never_wrong import engine_side
-from tests.processes import ballast, environment
+from tests.processes import Sidecar, ballast, environment
 
 
 def test_every_bit_of_every_type_on_each_gpu_and_nothing_copied(machine: Machine, pool_name: str, folder: Path) -> None:
@@ -130,6 +131,7 @@ def test_states_of_engines_go_to_their_gpu_only_and_take_the_place_of_the_checkp
                 assert other(gpu_side.attach_tied, "cuda:0", "model") == truth  # copied there: it is another GPU's state
 
 
+@pytest.mark.slow
 def test_a_module_is_bound_to_a_checkpoint_on_a_gpu(machine: Machine, pool_name: str, tmp_path: Path) -> None:
     folder = tmp_path / "plain"
     folder.mkdir()
@@ -143,14 +145,11 @@ def test_a_module_is_bound_to_a_checkpoint_on_a_gpu(machine: Machine, pool_name:
             assert engine(gpu_side.tied_labels) == ["b", "w"]
 
 
+@pytest.mark.slow
 def test_uploading_begins_while_other_files_are_still_being_loaded(machine: Machine, pool_name: str, folder: Path) -> None:
-    from tests.crash.instrumented import HOLDING, hold, instrumented, release
-
     late = folder / "1.safetensors"
     hold(late)
     environ = machine.environ(**instrumented(folder.parent, HOLDING))
-    from tests.processes import Sidecar
-
     with Sidecar(pool_name, folder, args=["--device", A], env=environ) as sidecar:
         sidecar.ready("model", "loading")
         until(lambda: machine.used(A) > 0, "memory is allocated before everything is loaded")
@@ -161,6 +160,7 @@ def test_uploading_begins_while_other_files_are_still_being_loaded(machine: Mach
             assert engine(gpu_side.open_on, "cuda:0", "model") == engine(engine_side.load, "open", "model")
 
 
+@pytest.mark.slow
 def test_both_ways_of_uploading_give_the_same_bits(machine: Machine, pool_name: str, folder: Path) -> None:
     for way in ("registered", "staged"):
         with machine.sidecar(pool_name, folder, args=("--device", "cuda:0"), BALLAST_UPLOAD=way) as sidecar:
@@ -211,6 +211,7 @@ def test_status_shows_where_copies_are_and_why_not(libcuda: Path, pool_name: str
         machine.close()
 
 
+@pytest.mark.slow
 def test_a_copy_is_made_once_there_is_room(libcuda: Path, pool_name: str, folder: Path) -> None:
     machine = Machine(libcuda, {A: 12 * MIB})
     try:

@@ -24,6 +24,7 @@ from tests.processes import ROOT, Sidecar, ballast, environment
 ONE = ("--device", A)
 
 
+@pytest.mark.slow
 def test_an_engine_is_killed(machine: Machine, pool_name: str, folder: Path) -> None:
     with machine.sidecar(pool_name, folder, args=ONE) as sidecar:
         resident(sidecar.paths, 1, {A})
@@ -63,7 +64,7 @@ def test_a_sidecar_is_killed_and_nobody_minds(machine: Machine, pool_name: str, 
     assert not machine.log("leak", kept)
 
 
-@pytest.mark.parametrize("policy", ["exit", "warn"])
+@pytest.mark.parametrize("policy", ["exit", pytest.param("warn", marks=pytest.mark.slow)])
 def test_a_holder_is_killed(machine: Machine, pool_name: str, folder: Path, policy: str, tmp_path: Path) -> None:
     """Engines that use its memory are told, and end; the sidecar starts another, which copies from host memory."""
     with machine.sidecar(pool_name, folder, args=ONE) as sidecar:
@@ -132,6 +133,7 @@ def test_what_an_engine_has_open_is_freed_only_once_it_is_gone(machine: Machine,
         assert sidecar.catalog.get(1).state == READY  # type: ignore[union-attr]  # in host memory it stays
 
 
+@pytest.mark.slow
 def test_the_pool_is_removed_under_an_engine(machine: Machine, pool_name: str, folder: Path) -> None:
     with machine.sidecar(pool_name, folder, args=ONE) as sidecar:
         resident(sidecar.paths, 1, {A})
@@ -149,6 +151,7 @@ def test_the_pool_is_removed_under_an_engine(machine: Machine, pool_name: str, f
         assert not machine.log("leak", pid) and not machine.used(A)
 
 
+@pytest.mark.slow
 def test_a_kept_pool_keeps_its_holder_and_purging_ends_it(machine: Machine, pool_name: str, folder: Path) -> None:
     with machine.sidecar(pool_name, folder, args=ONE) as sidecar:
         resident(sidecar.paths, 1, {A})
@@ -163,6 +166,7 @@ def test_a_kept_pool_keeps_its_holder_and_purging_ends_it(machine: Machine, pool
         assert not machine.used(A) and not left_behind(pool_name)
 
 
+@pytest.mark.slow
 def test_a_holder_on_its_own(machine: Machine, pool_name: str, folder: Path) -> None:
     """As a container beside the sidecar's: it may come first, and the sidecar may be replaced."""
     command = [sys.executable, "-m", "sidecar", "hold", "--device", "cuda:1", "--pool", pool_name]

@@ -91,6 +91,7 @@ def test_a_starting_engine_finds_room_and_nothing_changes_while_it_measures(
             assert machine.log("open", engine.pid)
 
 
+@pytest.mark.slow
 def test_what_is_in_use_stays(machine: Machine, pool_name: str, folder: Path) -> None:
     with machine.sidecar(pool_name, folder, args=("--device", A)) as sidecar:
         resident(sidecar.paths, 1, {A})
@@ -105,6 +106,7 @@ def test_what_is_in_use_stays(machine: Machine, pool_name: str, folder: Path) ->
 # What `ballast doctor` is told
 
 
+@pytest.mark.slow
 def test_findings(machine: Machine, pool_name: str, folder: Path) -> None:
     with machine.engine(pool_name) as engine:
         found = engine(gpu_side.findings, pool_name)
