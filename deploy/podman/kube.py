@@ -9,8 +9,11 @@ podman knows no native sidecars and no emptyDir in memory. So, and only so, the 
 - the sidecar is an ordinary container beside the engine;
 - nothing makes the engine wait for it; so the engine runs with BALLAST_MODE=require, ends as long as the pool is not there, and
   is started again by podman;
+- podman's restart policy is the whole pod's, init containers and all: it is OnFailure;
 - the memory volume is DIRECTORY, where you have mounted a tmpfs, at /dev/shm in both;
 - probes are left away: without systemd podman does not run them. Ask `podman exec POD-sidecar ballast wait`.
+
+With --no-ports no port is mapped, as --network=none wants it.
 """
 
 from __future__ import annotations
@@ -26,8 +29,8 @@ PROBES = ("startupProbe", "livenessProbe", "readinessProbe")
 UNKNOWN_TO_PODMAN = ("fsGroupChangePolicy",)
 
 
-def transform(documents, directory):
-    """The Pod of the first Deployment in `documents`."""
+def transform(documents, directory, publish=True):
+    """The Pod of the first Deployment in `documents`. Without `publish` no port is mapped: for --network=none."""
     deployments = [one for one in documents if one and one["kind"] == "Deployment"]
     if not deployments:
         sys.exit("there is no Deployment in the input: pipe 'kubectl kustomize deploy/kubernetes/overlays/cpu' into this")
@@ -42,6 +45,8 @@ def transform(documents, directory):
             one.pop(probe, None)
         one["securityContext"] = {**one.get("securityContext", {}), **user}  # podman does not hand them down from the pod
         one["imagePullPolicy"] = "Never"
+        if not publish:
+            one.pop("ports", None)
     for one in spec["containers"]:
         one.setdefault("env", []).append({"name": "BALLAST_MODE", "value": "require"})
     for volume in spec["volumes"]:
@@ -52,12 +57,14 @@ def transform(documents, directory):
             volume["emptyDir"] = {}
     for name in UNKNOWN_TO_PODMAN:
         spec["securityContext"].pop(name, None)
-    spec.update(initContainers=once, containers=[*sidecars, *spec["containers"]], restartPolicy="Always")
+    spec.update(initContainers=once, containers=[*sidecars, *spec["containers"]], restartPolicy="OnFailure")
     metadata = {"name": deployments[0]["metadata"]["name"], "labels": template["metadata"]["labels"]}
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit("usage: kube.py DIRECTORY <rendered.yaml >pod.yaml; DIRECTORY is a mounted tmpfs")
-    yaml.safe_dump(transform(list(yaml.safe_load_all(sys.stdin)), sys.argv[1]), sys.stdout, sort_keys=False)
+    arguments = [word for word in sys.argv[1:] if word != "--no-ports"]
+    if len(arguments) != 1:
+        sys.exit("usage: kube.py [--no-ports] DIRECTORY <rendered.yaml >pod.yaml; DIRECTORY is a mounted tmpfs")
+    pod = transform(list(yaml.safe_load_all(sys.stdin)), arguments[0], publish="--no-ports" not in sys.argv)
+    yaml.safe_dump(pod, sys.stdout, sort_keys=False)

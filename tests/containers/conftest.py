@@ -25,7 +25,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = "smollm2"
 QUESTION = "What is the capital of France?"
-PATIENCE = 240.0  # seconds for anything that a busy machine of two cores does in twenty
+PATIENCE = 600.0  # seconds for anything that a busy machine of two cores does in twenty
 
 START_DOCKER = "no Docker daemon answers: start one (with the compose plugin), or set DOCKER_HOST"
 START_PODMAN = "podman is missing: apt install podman"
@@ -73,7 +73,7 @@ def pip_arguments() -> Iterator[list[str]]:
         return
     handler = functools.partial(_Quiet, directory=wheels)
     try:  # the same address every time, so that layers of an earlier run are found again
-        server = http.server.ThreadingHTTPServer(("127.0.0.1", 18099), handler)
+        server = http.server.ThreadingHTTPServer(("127.0.0.1", 8899), handler)
     except OSError:
         server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -153,7 +153,7 @@ def stack(images: dict[str, str]) -> Iterator[Stack]:
     """The demo of compose.yaml, up and answering, with two engines."""
     one = Stack(f"t-{secrets.token_hex(3)}")
     try:
-        one.compose("up", "--detach", "--wait", "--no-build", "--scale", "engine=2", timeout=400)
+        one.compose("up", "--detach", "--wait", "--no-build", "--scale", "engine=2", timeout=900)
         yield one
     except BaseException:
         print(one.compose("logs", "--no-color", check=False).stdout, file=sys.stderr)
