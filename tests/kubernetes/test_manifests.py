@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,8 +17,10 @@ import pytest
 import yaml
 
 from engine_shim import __version__
+from tests import checkpoints
 from tests.kubernetes import lint
 from tests.kubernetes.lint import Document
+from tests.processes import Sidecar, ballast, environment
 
 ROOT = Path(__file__).resolve().parents[2]
 OVERLAYS = ("cpu", "gpu-dra", "gpu-device-plugin", "injected-vllm", "multi-node")
@@ -163,12 +167,15 @@ def test_selectors_select() -> None:
 
 
 def test_sizes_come_from_one_place(tmp_path: Path) -> None:
-    """Both changed where the comment says; nothing else has to be touched."""
-    shutil.copytree(ROOT / "deploy" / "kubernetes", tmp_path / "kubernetes")
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "kustomization.yaml").write_text("resources: [../kubernetes/overlays/cpu]\n")
-    size = tmp_path / "kubernetes" / "base" / "size.yaml"
-    size.write_text(size.read_text().replace("shm: 2Gi", "shm: 40Gi").replace("2304Mi", "41Gi"))
+    """An overlay of one's own, word for word as docs/kubernetes.md has it, on another overlay."""
+    blocks = (ROOT / "docs" / "kubernetes.md").read_text().split("```yaml\n")[1:]
+    for block in blocks:
+        text = block.partition("```")[0]
+        path = tmp_path / text.partition("\n")[0].removeprefix("# ")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    (tmp_path / "ballast" / "deploy").mkdir(parents=True)
+    shutil.copytree(ROOT / "deploy" / "kubernetes", tmp_path / "ballast" / "deploy" / "kubernetes")
     kubectl = shutil.which("kubectl")
     if kubectl is None:
         pytest.skip("kubectl is missing: install it (the client alone; no cluster is needed)")
@@ -177,7 +184,48 @@ def test_sizes_come_from_one_place(tmp_path: Path) -> None:
     (shm,) = [volume["emptyDir"] for volume in pod["spec"]["volumes"] if volume["name"] == "shm"]
     assert shm["sizeLimit"] == "40Gi"
     assert {part["memory"] for part in _sidecar(pod)["resources"].values()} == {"41Gi"}
+    assert _sidecar(pod)["image"] == "my/ballast-sidecar:0.1.0"
     assert "ballast-size" not in out
+
+
+def test_the_arithmetic_of_many_nodes() -> None:
+    """The table in the documentation is what the script prints."""
+    out = subprocess.run([sys.executable, str(ROOT / "bench" / "nodes.py")], capture_output=True, text=True, check=True).stdout
+    page = (ROOT / "docs" / "kubernetes.md").read_text()
+    assert page.partition("<!-- nodes: begin -->\n")[2].partition("<!-- nodes: end -->")[0] == out
+    assert all(f"{count} nodes" in out for count in (8, 64, 512))
+
+
+def test_a_node_holds_its_own_files_only(pool_name: str, tmp_path: Path) -> None:
+    """Two nodes of an engine: each sidecar has links to half of the files, each rank reads the whole checkpoint."""
+    model = tmp_path / "model"
+    model.mkdir()
+    names = [f"model-{number:05}-of-00004.safetensors" for number in range(1, 5)]
+    for seed, name in enumerate(names):
+        checkpoints.write(model / name, {f"layer.{seed}": checkpoints.entry("F32", (32, 32), seed)}, {"format": "pt"})
+    (model / "config.json").write_text("{}")
+    program = (
+        "import glob, hashlib, json, sys\n"
+        "from safetensors.torch import load_file\n"
+        "files = {}\n"
+        "for path in sorted(glob.glob(sys.argv[1] + '/*.safetensors')):\n"
+        "    for name, tensor in load_file(path).items():\n"
+        "        files[name] = hashlib.sha256(tensor.numpy().tobytes()).hexdigest()\n"
+        "print(json.dumps(files))\n"
+    )
+    plain = subprocess.run(
+        [sys.executable, "-c", program, model], env=environment(), capture_output=True, text=True, check=True
+    )
+    for node, own in enumerate((names[:2], names[2:])):
+        part = tmp_path / f"node-{node}"
+        part.mkdir()
+        for name in own:
+            os.link(model / name, part / name)
+        with Sidecar(pool_name, part, args=["--name", "model"]) as sidecar:
+            sidecar.ready("model")
+            done = ballast("run", "--pool", pool_name, "--", sys.executable, "-c", program, model)
+        assert json.loads(done.stdout) == json.loads(plain.stdout) and len(json.loads(plain.stdout)) == 4
+        assert "model comes from memory" in done.stderr and "loading without Ballast" in done.stderr
 
 
 def test_versions_are_ours() -> None:
