@@ -71,7 +71,7 @@ def keys(checkpoints: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     otherwise = folder / "otherwise"
     shutil.copytree(checkpoints / "gptq", otherwise)
     config = json.loads((otherwise / "config.json").read_text())
-    config["quantization_config"]["desc_act"] = True
+    config["quantization_config"]["group_size"] = 64
     (otherwise / "config.json").write_text(json.dumps(config))
     draft = {"speculative_config": {"model": base, "num_speculative_tokens": 2, "method": "draft_model"}}
 
