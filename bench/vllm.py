@@ -121,7 +121,7 @@ def vllm(cache: Path, scratch: Path, repeats: int) -> Section:
 
     with sidecar(folder) as served, ExitStack() as stack:
         shutil.copytree(folder, copy)
-        stack.callback(shutil.rmtree, copy)
+        stack.callback(shutil.rmtree, copy, ignore_errors=True)
         pool = served.pool
         named = {"BALLAST_MODEL": MODEL}
         _start(folder, pool, **named)
