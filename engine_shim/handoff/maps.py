@@ -49,6 +49,11 @@ def shared(fd: int, size: int) -> Buffer:
     return _map(fd, size, mmap.PROT_READ, mmap.MAP_SHARED)
 
 
+def writable(fd: int, size: int) -> Buffer:
+    """A map of the first `size` bytes of a file; what is written is the file's."""
+    return _map(fd, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED)
+
+
 def _map(fd: int, size: int, protection: int, flags: int) -> Buffer:
     room = size + HUGE_PAGE
     whole = _libc.mmap(None, room, _NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE, -1, 0)
@@ -64,12 +69,12 @@ def _map(fd: int, size: int, protection: int, flags: int) -> Buffer:
     return buffer
 
 
-def make_private(buffer: mmap.mmap, fd: int) -> None:
+def make_private(buffer: Buffer, fd: int) -> None:
     """Turns the shared map of the whole file that `fd` has open into a private one, at the same address, in one step.
 
     Whoever reads through it notices nothing; writes are its own from now on. See mmap(2), MAP_FIXED. Raises HandoffError.
     """
-    where = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+    where = ctypes.addressof(buffer)
     flags = mmap.MAP_PRIVATE | _NORESERVE | _FIXED
     if _libc.mmap(where, len(buffer), mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, 0) != where:
         raise _error("a map cannot be made private")

@@ -12,7 +12,6 @@ from the engine, which keeps private ones at the same addresses.
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
 import time
 from pathlib import Path
@@ -46,7 +45,7 @@ class Place(NamedTuple):
     """Room for one storage: its row in the table of tensors, and where its bytes are in a writable shared map."""
 
     row: int
-    buffer: mmap.mmap
+    buffer: maps.Buffer
     offset: int
 
 
@@ -64,7 +63,7 @@ class Publication:
         self._sizes: list[int] = []
         self._rows: list[Tensor] = []
         self._files: list[tuple[int, Path, Path]] = []  # descriptor, temporary name, real name
-        self._shared: dict[int, mmap.mmap] = {}  # segment -> a map through which the engine still writes
+        self._shared: dict[int, maps.Buffer] = {}  # segment -> a map through which the engine still writes
         self._private: dict[int, maps.Buffer] = {}
         self._reserved: set[int] = set()  # segments that were laid out at once
         self._finished = False
@@ -123,12 +122,18 @@ class Publication:
         close_segment()
         return places
 
-    def _reserve_segment(self, used: int) -> mmap.mmap:
+    def _reserve_segment(self, used: int) -> maps.Buffer:
         fd = self._create(self._paths.publication_segment(self.identifier, len(self._sizes)))
         size = align(max(used, 1), SEGMENT_ALIGNMENT)
-        # All pages now: a file system that turned out to be full while the engine writes would kill it (SIGBUS).
-        posix.allocate(fd, 0, size, self._files[-1][1])
-        buffer = mmap.mmap(fd, size, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+        path = self._files[-1][1]
+        buffer = maps.writable(fd, size)
+        # Huge pages where the kernel makes them: a page in each, and it joins them. The engine then writes without a fault for
+        # every small page, and whoever attaches reads as quickly.
+        for offset in range(0, size, maps.HUGE_PAGE):
+            posix.allocate(fd, offset, posix.PAGE, path)
+        maps.make_huge(buffer, 0, size)
+        # In any case all pages now: a file system that turned out to be full while the engine writes would kill it (SIGBUS).
+        posix.allocate(fd, 0, size, path)
         self._shared[len(self._sizes)] = buffer
         self._reserved.add(len(self._sizes))
         self._sizes.append(size)
