@@ -25,6 +25,8 @@ from engine_shim.mapping import Residency, Tensors
 
 _LATE_LOOKS = 5  # each of them means that a generation was replaced in the millisecond that attaching takes
 
+_LATE_LOOKS = 5  # each of them means that a generation was replaced in the millisecond that attaching takes
+
 PathLike = Union[str, "os.PathLike[str]"]
 
 
