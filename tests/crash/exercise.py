@@ -47,6 +47,7 @@ from tests.crash.sequences import (
     hurry,
     in_order,
 )
+from tests.processes import die_with_parent
 
 BOUND = 10.0  # seconds; a hundred times what any step takes
 
@@ -64,6 +65,7 @@ class Child:
         self.pid = os.fork()
         if self.pid == 0:
             code = 1
+            die_with_parent()
             faulthandler.register(signal.SIGUSR1, all_threads=True)
             try:
                 os.close(self.reading)

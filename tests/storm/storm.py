@@ -45,6 +45,7 @@ from sidecar import serve
 from sidecar.pool import purge
 from tests.crash import dying
 from tests.crash.sequences import MODEL, PUBLISHED, VERSIONS, Place, hurry, in_order, publish_in_place, write_versions
+from tests.processes import die_with_parent
 from tests.storm.namespaces import Identity, fork_as
 
 BOUND = 10.0  # seconds; far beyond what anything takes, even on a machine that is busy with other things
@@ -228,6 +229,7 @@ class Storm:
         }
 
         def run() -> None:
+            die_with_parent()
             try:
                 functions[kind]()
                 os._exit(0)

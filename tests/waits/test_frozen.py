@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -254,3 +255,16 @@ def test_a_stopped_publisher_keeps_the_guard_and_is_not_robbed_of_it(
         publisher.result()
         assert sidecar.ready("published", READY)
         assert sidecar.interrupt() == 0
+
+
+def test_a_signal_may_come_at_any_moment(pool_name: str, folder: Path) -> None:
+    """Also while the main thread holds the lock of the event that tells the others to stop."""
+    from sidecar.serve import Sidecar as Serving
+
+    sidecar = Serving(PoolPaths(pool_name), [])
+    with sidecar._stop._cond:  # type: ignore[attr-defined]
+        told = threading.Thread(target=sidecar._on_signal, args=(signal.SIGTERM, None), daemon=True)
+        told.start()
+        told.join(5)
+        assert not told.is_alive()
+    assert sidecar._leaves_nothing() is False

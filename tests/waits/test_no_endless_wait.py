@@ -183,3 +183,22 @@ def test_nothing_is_decided_by_the_wall_clock() -> None:
             ):
                 found.add((file, where))
     assert found == set(WALL_CLOCK)
+
+
+def test_handlers_of_signals_only_take_notes() -> None:
+    """They run between any two steps of the main thread, also while it holds a lock: `Event.set` in one waits for ever then."""
+    checked = 0
+    for file, finder in sources():
+        if file in WATCHED:
+            continue
+        handlers = {
+            ast.unparse(call.args[1]).rsplit(".", 1)[-1]
+            for _, call in finder.calls
+            if ast.unparse(call.func) == "signal.signal"
+        }
+        for function in ast.walk(ast.parse((ROOT / file).read_text())):
+            if isinstance(function, ast.FunctionDef) and function.name in handlers:
+                checked += 1
+                assert all(isinstance(step, ast.Assign) for step in function.body), f"{file} {function.name}"
+                assert not any(isinstance(node, ast.Call) for step in function.body for node in ast.walk(step)), function.name
+    assert checked
