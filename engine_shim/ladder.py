@@ -438,7 +438,18 @@ class _Search:
                 if self.pool.control().sidecar_alive
                 else f"the sidecar died while loading {self.pending.model!r}; restart it with 'ballast serve'"
             )
-        raise self.reason or NotFound("the pool does not hold it")
+        raise self._take_reason() or NotFound("the pool does not hold it")
+
+    def _note(self, error: HandoffError) -> None:
+        # Without its traceback, and out of here before it is raised again: in a ring of exception, frames and this object the
+        # record and the descriptors of a failed attempt would live until the garbage collector comes by.
+        self.reason = error.with_traceback(None)
+
+    def _take_reason(self) -> Optional[HandoffError]:
+        try:
+            return self.reason
+        finally:
+            self.reason = None
 
     def _look(self, now: Catalog) -> Optional[Shard]:
         wanted = [g for g in now.generations if self.settings.model in (None, g.model) and g.kind == catalog.CHECKPOINT]
@@ -453,10 +464,10 @@ class _Search:
                 later = self.pool.catalog()
                 if later.sequence != now.sequence:
                     return self._look(later)
-                self.reason = error
+                self._note(error)
                 continue
             except HandoffError as error:
-                self.reason = error
+                self._note(error)
                 continue
             if shard is not None:
                 return shard
@@ -464,7 +475,7 @@ class _Search:
             self.progress.tell(self.pending)
             return None
         failed = [g for g in wanted if g.state == catalog.FAILED]
-        raise self.reason or (
+        raise self._take_reason() or (
             NotReady(f"the sidecar could not load {failed[-1].model!r}: {failed[-1].reason}")
             if failed
             else NotFound(f"pool {self.pool.paths.pool!r} does not hold it (it holds {', '.join(now.models()) or 'nothing'})")
@@ -490,7 +501,8 @@ class _Search:
             try:
                 self.file.check(shard.identity, sizes, starts, sample)
             except Mismatch as mismatch:
-                self.reason = self.reason or mismatch
+                if self.reason is None:
+                    self._note(mismatch)
                 continue
             served = Shard(contents, shard, self.pool.attach(generation, contents, [shard.segment]))
             self._tell(generation, contents)

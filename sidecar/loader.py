@@ -162,7 +162,13 @@ def _buffer(buffers: threading.local) -> memoryview:
     """This thread's buffer: page-aligned, and with room for what a direct read has to take along at either end."""
     found: memoryview | None = getattr(buffers, "view", None)
     if found is None:
-        found = buffers.view = memoryview(mmap.mmap(-1, digest.BLOCK + 2 * posix.PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+        try:
+            new = mmap.mmap(-1, digest.BLOCK + 2 * posix.PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError:
+            raise HandoffError(
+                "there is no memory, or no address space, for a buffer to read with: raise the sidecar's limits (ulimit -v)"
+            ) from None
+        found = buffers.view = memoryview(new)
     return found
 
 
@@ -251,8 +257,9 @@ class ShardLoader:
         return here if here.settled(now_ns) else None
 
     def _load_unit(self, source: Source, unit: Unit, buffers: threading.local) -> None:
+        buffer = _buffer(buffers)
         try:
-            data = source.read(unit, _buffer(buffers))
+            data = source.read(unit, buffer)
         except OSError as error:
             raise CheckpointError(
                 f"{self._shard.path} cannot be read at byte {unit.position} after {ATTEMPTS} attempts ({error.strerror}): "

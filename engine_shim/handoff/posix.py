@@ -19,6 +19,7 @@ from typing import Iterator, Optional, Sequence
 from engine_shim.handoff.errors import Damaged, Foreign, HandoffError, NoRoom, NotFound
 
 PAGE = 4096
+_LARGE = 16 << 20  # bytes; what is smaller is read without looking for holes: some file systems report room late
 _PARTS = 1024  # IOV_MAX of Linux
 PRIVATE = 0o600  # while under construction, and for records that their owner rewrites
 PUBLISHED = 0o400  # segments and manifests: nobody writes to them again, not even their owner by mistake
@@ -130,9 +131,13 @@ def read_all(path: Path, limit: int) -> bytes:
     """The whole of a small object. Raises Damaged if it is larger than `limit` bytes."""
     fd = open_existing(path)
     try:
-        size = os.fstat(fd).st_size
+        found = os.fstat(fd)
+        size = found.st_size
         if size > limit:
             raise Damaged(f"{path} has {size} bytes where at most {limit} make sense: run 'ballast purge'")
+        if size > _LARGE and found.st_blocks * 512 < size // 2:
+            # What is written takes its room. Holes cost nothing to make, and would cost all their length to read.
+            raise Damaged(f"{path} has {size} bytes and is mostly holes: run 'ballast purge'")
         return read_exactly(fd, size, 0, path)
     finally:
         os.close(fd)

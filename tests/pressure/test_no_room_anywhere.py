@@ -1,0 +1,124 @@
+"""Every allocation fails in its turn: each time a typed error that says so, nothing left behind, and the next try works."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine_shim.handoff import attachment, request
+from engine_shim.handoff.catalog import ENGINE
+from engine_shim.handoff.errors import HandoffError
+from engine_shim.handoff.names import PoolPaths
+from sidecar import history, serve
+from sidecar.pool import damaged
+from tests.conftest import left_behind
+from tests.generations.parts import checkpoint
+from tests.generations.states import publish
+from tests.never_wrong.loading import Loading, loading
+
+SIZE = 40_000
+CALLS = ("open", "pwrite", "pwritev", "posix_fallocate", "link")  # that may find a file system full
+
+
+class Full:
+    """Makes the n-th call that takes room in a directory fail, and every one after it while `lasting`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+        self.turn = 0
+        self.count = 0
+        self.lasting = False
+        self._code = code
+        for name in CALLS:
+            monkeypatch.setattr(os, name, self._wrapped(name, getattr(os, name)))
+
+    def _wrapped(self, name: str, really: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **more: Any) -> Any:
+            if name != "open" or args[1] & os.O_CREAT:
+                self.count += 1
+                if self.turn and (self.count == self.turn or (self.lasting and self.count > self.turn)):
+                    raise OSError(self._code, os.strerror(self._code))
+            return really(*args, **more)
+
+        return call
+
+    @contextmanager
+    def at(self, turn: int, lasting: bool) -> Iterator[None]:
+        self.turn, self.lasting, self.count = turn, lasting, 0
+        try:
+            yield
+        finally:
+            self.turn = 0
+
+
+def everything(paths: PoolPaths, folder: Path, told: list[str]) -> None:
+    """All that a sidecar and its engines write: a page, two generations, a rollback, a state, a record, an answer."""
+    with loading(paths) as pool:
+        for seed in (1, 2):
+            load(pool, checkpoint(folder, seed, SIZE), told)
+        history.rollback(pool.pool, "m")
+        if not pool.pool.adopt_publication(publish(paths, "m", "k", SIZE)):
+            told.extend(g.reason for g in pool.pool.catalog.generations if g.kind == ENGINE)
+        attachment.Token.take(paths, 1, "m").release()
+        request.answer(paths, request.Request("load", "m", "0" * 16), True, "done")
+
+
+def load(pool: Loading, folder: Path, told: list[str]) -> None:
+    model = serve.Model(folder, "m")
+    assert pool._sidecar._open(model) and model.found is not None
+    pool._sidecar._enqueue(model, model.found)
+    if model.plan is not None:
+        pool._sidecar._queue.get_nowait()
+        pool._sidecar._load(model, model.plan, pool._executor)
+    if model.reason:
+        told.append(model.reason)
+        raise HandoffError(model.reason)
+    for generation, contents in history.kept(pool.pool, "m"):
+        assert not list(damaged(pool.paths, contents)), generation
+
+
+@pytest.mark.parametrize(
+    ("code", "words", "lasting"),
+    [(errno.ENOSPC, "no room left", False), (errno.ENOSPC, "no room left", True), (errno.EMFILE, "too many open files", False)],
+    ids=["full_once", "full_from_then_on", "no_descriptor_once"],
+)
+def test_every_allocation(
+    pool_paths: PoolPaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lasting: bool, code: int, words: str
+) -> None:
+    monkeypatch.setattr(serve, "_wait_until_settled", lambda found: None)  # hundreds of loads; their times do not matter here
+    files = tmp_path / "m"
+    full = Full(monkeypatch, code)
+    turn = 0
+    errors = 0
+    while True:
+        turn += 1
+        told: list[str] = []
+        checkpoint(files, 0, SIZE)
+        with full.at(turn, lasting):
+            try:
+                everything(pool_paths, files, told)
+                ended = full.count < turn
+            except (HandoffError, OSError) as error:
+                told.append(str(error) if isinstance(error, HandoffError) else os.strerror(error.errno or 0))
+                ended = False
+        if told:
+            errors += 1
+            assert all("\n" not in sentence for sentence in told)
+            assert any(words in sentence.lower() or os.strerror(code) in sentence for sentence in told), told
+        left = left_behind(pool_paths.pool)
+        if left:  # a sidecar that died of it leaves what the next one sweeps
+            with loading(pool_paths):
+                pass
+            assert not left_behind(pool_paths.pool), (turn, left)
+        if ended:
+            break
+        assert turn < 200
+    assert turn > 20 and errors > 10, "the scenario has become smaller than it was"
+    told = []
+    everything(pool_paths, files, told)
+    assert not told
