@@ -35,7 +35,7 @@ _LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS: the one flag there 
 # CUdevice_attribute and CUresult of cuda.h, as far as they are needed.
 _COMPUTE_MODE, _UNIFIED_ADDRESSING = 20, 41
 _PROHIBITED, _EXCLUSIVE_PROCESS = 2, 3
-_REMEDIES = {
+REMEDIES = {
     1: "the handle is of a GPU that this process does not see: give both containers the same GPU",
     2: "the GPU has no memory left",
     3: "this process was forked after its parent had begun to use the GPU: start it with 'spawn'",
@@ -92,7 +92,7 @@ class Driver:
             text = ctypes.c_char_p()
             self._lib.cuGetErrorName(code, ctypes.byref(text))
             what = text.value.decode() if text.value else f"error {code}"
-            raise DeviceError(f"{name} says {what} ({code}): {_REMEDIES.get(code, 'see the log of the driver')}", code)
+            raise DeviceError(f"{name} says {what} ({code}): {REMEDIES.get(code, 'see the log of the driver')}", code)
 
     def gpus(self) -> list[Gpu]:
         """What this process sees, by its own numbers. Makes no context."""

@@ -15,7 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
-from engine_shim.device import _REMEDIES as REMEDIES
+from engine_shim import device
+from engine_shim.device import REMEDIES
 from engine_shim.handoff import maps
 from engine_shim.handoff.errors import DeviceError
 from engine_shim.handoff.manifest import HANDLE_BYTES
@@ -41,12 +42,10 @@ def _bindings() -> Any:
 class Gpu:
     """One GPU, or MIG instance, whose memory this process holds. Its context is made when it is first needed."""
 
-    def __init__(self, driver: Any, ordinal: int) -> None:
+    def __init__(self, driver: Any, seen: device.Gpu) -> None:
         self._driver = driver
-        self.ordinal = ordinal
-        self._device = self._call("cuDeviceGet", ordinal)
-        own = bytes(self._call("cuDeviceGetUuid", self._device).bytes)
-        self.uuid = f"{_prefix(ordinal, own)}-{uuid.UUID(bytes=own)}"
+        self.uuid = seen.uuid
+        self._device = self._call("cuDeviceGet", seen.ordinal)
         self._context: Any = None
 
     def _call(self, name: str, *arguments: Any) -> Any:
@@ -175,30 +174,21 @@ class Gpu:
             self._context = None
 
 
-def _prefix(ordinal: int, own: bytes) -> str:
-    """Whether the UUID is that of a GPU or of a MIG instance, as the shim tells them apart."""
-    from engine_shim import device
-
-    return device.driver().gpus()[ordinal].uuid[:3]
-
-
 def gpus(spec: str) -> list[Gpu]:
     """The GPUs that `--device` names. Raises DeviceError without a driver, or where one is not there."""
     driver = _bindings()
-    from engine_shim import device
-
     seen = device.driver().gpus()  # cuInit as well, with a better sentence than the bindings have
     (code,) = driver.cuInit(0)
     if int(code):
         raise DeviceError(f"cuInit says {code.name} ({int(code)}): {REMEDIES.get(int(code), 'see the driver log')}", int(code))
-    chosen: list[int] = []
+    chosen: list[device.Gpu] = []
     for part in parse(spec):
-        found = [g.ordinal for g in seen if part == "all" or part == str(g.ordinal) or (len(part) > 4 and g.is_called(part))]
+        found = [g for g in seen if part == "all" or part == str(g.ordinal) or (not part.isalnum() and g.is_called(part))]
         if not found:
             there = ", ".join(f"cuda:{g.ordinal} ({g.uuid})" for g in seen)
             raise DeviceError(f"--device {spec}: there is no {part} here, but {there}")
-        chosen += [ordinal for ordinal in found if ordinal not in chosen]
-    return [Gpu(driver, ordinal) for ordinal in chosen]
+        chosen += [one for one in found if one not in chosen]
+    return [Gpu(driver, one) for one in chosen]
 
 
 def parse(spec: str) -> list[str]:
