@@ -66,7 +66,7 @@ class Start:
         self.found: Optional[Found] = None
         self.keeper: Optional[Keeper] = None
         self.taken = 0.0
-        self.mapped = False  # whether the state lies in shared device memory: the model can be built without any
+        self.mapped = False  # whether the state comes to a GPU: the model is built without memory then, or would need it twice
         self.touched = False  # whether the model has held anything of ours: if it has, a failure may be our fault
         self._old: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._look()
@@ -76,7 +76,7 @@ class Start:
             return
         try:
             self.found = state.find(self.digest, self.label, self.paths, self.gpu)
-            self.touched = self.mapped = self.found is not None and isinstance(self.found.segments, device.Copy)
+            self.touched = self.mapped = self.found is not None and self.gpu is not None
         except HandoffError as error:
             log.warning("the state of %s in the pool cannot be used: %s", self.name, error)
             return

@@ -110,7 +110,8 @@ class Holder:
         """Whoever still has our memory open would read what is not defined: so we stay until he is gone."""
         for held in self._held.values():
             held.withdrawn = True
-        self._write_pages()
+        if self._page is not None and self._page.current:
+            self._write_pages()
         self._look_at_engines(self._attachments())
         told = False
         while self._engines:

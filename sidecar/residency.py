@@ -23,7 +23,7 @@ from sidecar.pool import PoolWriter
 log = logging.getLogger("ballast")
 
 _FOLLOW_EVERY = 0.2
-_AGAIN = (1.0, 5.0, 30.0)  # seconds until a holder that ended is started again; the last value from then on
+_AGAIN = (1.0, 5.0, 30.0, 300.0)  # seconds until a holder that ended is started again; the last value from then on
 _END = 10.0  # seconds that a removed pool's holder is waited for
 
 
