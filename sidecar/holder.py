@@ -182,14 +182,15 @@ class Holder:
 
     def _wanted(self, now: Catalog) -> dict[tuple[int, str], Generation]:
         """Which generation is to be on which GPU: of each model and key the newest, an engine's state on the GPU that it comes
-        from, and a checkpoint only where no engine's state of it is."""
+        from, and a checkpoint only where no engine's state of it is. In the order in which they are to get room."""
         newest: dict[tuple[str, str, str], Generation] = {}
         for generation in sorted(now.generations, key=lambda g: g.number):
             if generation.state == catalog.READY:
                 newest[generation.model, generation.kind, generation.key] = generation
         places: dict[tuple[int, str], Generation] = {}
         taken: set[tuple[str, str]] = set()
-        for generation in newest.values():
+        recent = sorted(newest.values(), key=lambda g: -g.number)
+        for generation in recent:
             if generation.kind != catalog.ENGINE:
                 continue
             contents = self._manifest(generation)
@@ -201,7 +202,7 @@ class Holder:
                     places[generation.number, gpu.uuid] = generation
                     taken.add((generation.model, gpu.uuid))
         loading = [g for g in now.generations if g.state == catalog.LOADING]
-        for generation in [*newest.values(), *loading]:
+        for generation in [*recent, *loading]:
             if generation.kind == catalog.CHECKPOINT:
                 for gpu in self.gpus:
                     if (generation.model, gpu.uuid) not in taken:
@@ -270,6 +271,10 @@ class Holder:
     def _begin(self, contents: Manifest, gpu: cuda.Gpu) -> Held | None:
         place = (contents.generation, gpu.uuid)
         needed, free = sum(contents.segments), gpu.free()
+        for old in [h for h in self._held.values() if h.gpu is gpu and h.model == contents.model]:
+            if needed > free and old.generation < contents.generation:
+                self._withdraw(old, self._attachments())  # of another key, say, which nobody uses any more
+                free = gpu.free()
         if needed > free:
             self._say_lacking(place, contents.model, f"it needs {gib(needed)} and {gib(free)} are free; it is tried again")
             return None

@@ -73,6 +73,7 @@ class PoolWriter:
         self._next_progress = 0.0
         self._foreign: set[Path] = set()
         self.unfinished: list[int] = []
+        self.copied: set[int] = set()  # generations found with device copies in their manifests
         self.catalog = dataclasses.replace(
             previous, boot=secrets.token_hex(16), next=max(previous.next, self._highest() + 1), pool=paths.pool
         )
@@ -132,6 +133,8 @@ class PoolWriter:
         for index, size in enumerate(contents.segments):
             inode = contents.inodes[index] if contents.inodes else None
             self._check_segment(self.paths.segment(generation.number, index), size, inode)
+        if contents.devices:
+            self.copied.add(generation.number)
         return contents
 
     def _check_segment(self, path: Path, size: int, inode: int | None = None) -> None:

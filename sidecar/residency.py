@@ -87,6 +87,9 @@ class Residency:
         """Puts into a manifest the copies that there are, if they are not those that it has."""
         paths = self._pool.paths
         path = paths.manifest(generation.number)
+        concerned = generation.number in self._known or generation.number in self._pool.copied
+        if not concerned and not any(paths.copies(one, generation.number).exists() for one in living):
+            return  # a manifest may have a million rows: it is not read to learn that there is nothing to do
         try:
             stamp = _stamp(path)
             known = self._known.get(generation.number)

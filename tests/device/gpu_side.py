@@ -101,17 +101,17 @@ class Tied(torch.nn.Module):
         self.register_buffer("scale", torch.rand(4, generator=generator))
 
 
-def publish(model: str, gpu: str | None = None, seed: int = 0) -> dict[str, str]:
+def publish(model: str, gpu: str | None = None, seed: int = 0, key: str = "") -> dict[str, str]:
     """Publishes the state of a module as if it had been on a GPU."""
     if gpu is not None:
         onboard.home = lambda captured: {"gpu": gpu}
     made = Tied(seed)
-    engine_shim.publish(made, model, wait=30)
+    engine_shim.publish(made, model, wait=30, key={"key": key})
     return fingerprints(made.state_dict())
 
 
-def attach_tied(where: str, model: str) -> dict[str, str]:
-    KEPT["module"] = engine_shim.attach(Tied(seed=99), model, device=where)
+def attach_tied(where: str, model: str, key: str = "") -> dict[str, str]:
+    KEPT["module"] = engine_shim.attach(Tied(seed=99), model, device=where, key={"key": key})
     return fingerprints(KEPT["module"].state_dict())
 
 

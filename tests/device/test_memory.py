@@ -133,3 +133,25 @@ def test_findings(machine: Machine, pool_name: str, folder: Path) -> None:
             with machine.engine(pool_name, **more) as engine:
                 rows = [row for row in engine(gpu_side.findings, pool_name) if row[0] == f"gpu: {check}"]
                 assert rows[0][1] == verdict and remedy in rows[0][3], rows
+
+
+@pytest.mark.slow
+def test_newer_weights_get_the_room_of_older_ones_that_nobody_uses(libcuda: Path, pool_name: str, folder: Path) -> None:
+    """Two states of one model, of different keys, on a GPU that has room for one."""
+    machine = Machine(libcuda, {A: 11 * MIB})
+    try:
+        with machine.sidecar(pool_name, folder, args=("--device", A)) as sidecar:
+            resident(sidecar.paths, 1, {A})
+            with machine.engine(pool_name) as engine:
+                engine(gpu_side.publish, "model", A, 0, "first")
+                resident(sidecar.paths, 2, {A})
+                until(lambda: machine.used(A) == 2 * MIB, "the checkpoint's copy is freed")
+                engine(gpu_side.allocate, "cuda:0", 8 * MIB)
+                truth = engine(gpu_side.publish, "model", A, 1, "second")
+                resident(sidecar.paths, 3, {A})
+                resident(sidecar.paths, 2, set())
+                with machine.engine(pool_name) as other:
+                    assert other(gpu_side.attach_tied, "cuda:0", "model", "second") == truth
+                    assert machine.log("open", other.pid)
+    finally:
+        machine.close()
