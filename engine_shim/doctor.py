@@ -42,7 +42,10 @@ SEPARATE_OWNER = (
     "engine anew"
 )
 OWN_DIRECTORY = "give the pool a memory file system of its own with --dir and BALLAST_DIR, and restart the sidecar"
-ONE_USER = "run sidecar and engine as one user (docker and podman: --user; compose: user; Kubernetes: runAsUser of the pod)"
+ONE_USER = (
+    "run sidecar and engine as one user (docker and podman: --user; compose: user; Kubernetes: runAsUser of the pod), or share "
+    "the pool with a group (docs/threat-model.md)"
+)
 
 
 @dataclass(frozen=True)
@@ -521,15 +524,11 @@ def _root(here: Surroundings) -> Iterator[Finding]:
 
 
 def _gpu(here: Surroundings) -> Iterator[Finding]:
-    """What the GPU's part of the shim has to say, where it is there."""
-    try:
-        from engine_shim import device
-    except ImportError:
-        return
-    examine = getattr(device, "findings", None)
-    if examine is not None:
-        for row in examine():
-            yield Finding(*row)
+    """What the GPU's part of the shim has to say."""
+    from engine_shim import device
+
+    for row in device.findings(here.paths):
+        yield Finding(*row)
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -23,7 +23,7 @@ _RESTRICTED_VOLUMES = frozenset(
     ("configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "persistentVolumeClaim", "projected", "secret")
 )
 _HOST = ("hostNetwork", "hostPID", "hostIPC")
-SIDECAR_IMAGE = "ballast-sidecar"
+SIDECAR_IMAGES = ("ballast-sidecar", "ballast-sidecar-cuda")
 
 
 def pods(document: Document) -> Iterator[tuple[str, Document]]:
@@ -143,7 +143,7 @@ def parses(arguments: list[str]) -> str:
 
 def _commands(pod: Document, _: list[Document]) -> Iterator[str]:
     for one in containers(pod):
-        ours = one["image"].split(":")[0] == SIDECAR_IMAGE
+        ours = one["image"].split(":")[0] in SIDECAR_IMAGES
         lines = [one["args"]] if ours and "args" in one and "command" not in one else []
         for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
             command = one.get(probe, {}).get("exec", {}).get("command")
@@ -195,8 +195,8 @@ def _restricted(pod: Document, _: list[Document]) -> Iterator[str]:
 def _memory(pod: Document, _: list[Document]) -> Iterator[str]:
     """Shared memory: in both containers, and paid for by the sidecar."""
     sidecars = [one for one in pod["spec"].get("initContainers", []) if one.get("restartPolicy") == "Always"]
-    if [one["name"] for one in sidecars] != ["sidecar"]:
-        yield "has no native sidecar of that name"
+    if [one["name"] for one in sidecars][:1] != ["sidecar"]:
+        yield "has no native sidecar of that name, before all others"
         return
     volumes = {volume["name"]: volume.get("emptyDir") or {} for volume in pod["spec"]["volumes"]}
     in_memory = {name: volume for name, volume in volumes.items() if volume.get("medium") == "Memory"}
@@ -227,10 +227,10 @@ def _claims(pod: Document, documents: list[Document]) -> Iterator[str]:
     for name, claims in asking.items():
         for claim in claims - known.keys():
             yield f"{name} asks for claim {claim!r}, which the pod does not have"
-    if known and not asking.get("sidecar", set()) & asking.get("engine", set()):
-        yield "sidecar and engine do not share a claim"
+    if known and not asking.get("holder", set()) & asking.get("engine", set()):
+        yield "holder and engine do not share a claim"
     if known and not pod["spec"].get("shareProcessNamespace"):
-        yield "sidecar and engine do not see each other's processes, which handles need"
+        yield "holder and engine do not see each other's processes, which handles need"
 
 
 def _selectors(documents: list[Document], templates: list[Document]) -> Iterator[str]:

@@ -147,7 +147,7 @@ def test_each_rule_finds_its_breach(sentence: str) -> None:
     [
         ("has no template", lambda pod: pod["spec"]["resourceClaims"][0].update(resourceClaimTemplateName="x")),
         ("which the pod does not have", lambda pod: _engine(pod)["resources"]["claims"].append({"name": "x"})),
-        ("do not share a claim", lambda pod: _sidecar(pod)["resources"].pop("claims")),
+        ("do not share a claim", lambda pod: pod["spec"]["initContainers"][1]["resources"].pop("claims")),
         ("which handles need", lambda pod: pod["spec"].pop("shareProcessNamespace")),
     ],
 )
