@@ -284,13 +284,13 @@ def check_seen_nowhere_else(module: torch.nn.Module) -> None:
 
     Such as a view that a module keeps in a list.
     """
-    for group in _by_storage(module).values():
-        if _seen_elsewhere(list(group.values())):
-            raise Mismatch(f"{next(iter(group.values())).label} is looked at from outside the module tree")
+    for group in _by_storage(module):
+        if _seen_elsewhere(group):
+            raise Mismatch(f"{group[0].label} is looked at from outside the module tree")
 
 
-def _by_storage(module: torch.nn.Module) -> dict[int, dict[int, Slot]]:
-    """Address -> the tensors there, by their identity, each with one of its slots."""
+def _by_storage(module: torch.nn.Module) -> list[list[Slot]]:
+    """The tree's tensors that have bytes, each once, those that look at the same bytes together."""
     groups: dict[int, dict[int, Slot]] = {}
     for slot in modules.slots(modules.root(module)):
         if slot.tensor.layout == torch.strided and slot.tensor.device.type != "meta":
@@ -298,7 +298,7 @@ def _by_storage(module: torch.nn.Module) -> dict[int, dict[int, Slot]]:
                 place = slot.tensor.untyped_storage().data_ptr()
                 if place:
                     groups.setdefault(place, {})[id(slot.tensor)] = slot
-    return groups
+    return [list(group.values()) for group in groups.values()]
 
 
 def own_bytes(paths: PoolPaths, generation: int) -> int:

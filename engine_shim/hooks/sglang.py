@@ -176,8 +176,11 @@ def _load(loader: Any, model_config: Any, by_sglang: Callable[[], Any]) -> Any:
         _failed(settings, f"{what} is not used", error)
         step.report("failed")
     else:
-        step.end(model)
-        loader.preloaded_weights_bytes = step.preloaded(model)
+        try:
+            step.end(model)
+            loader.preloaded_weights_bytes = step.preloaded(model)
+        except Exception as error:
+            log.warning("%s, once the model was loaded: %s: %s", what, type(error).__name__, error)
         return model
     # Once more without us; out of the handler, since an exception keeps alive what was built.
     del step

@@ -1,0 +1,222 @@
+"""Starts that go as they should, and starts in which something is wrong: the tokens are right, always."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ATTACHED, Engines, adopted
+
+from engine_shim.handoff import attachment, manifest
+from tests.processes import Sidecar
+
+MODEL = "qwen2"
+
+
+@pytest.fixture(scope="module")
+def disk(engines: Engines, checkpoints: Path) -> list[Any]:
+    """The right answers."""
+    result, _ = engines.run(checkpoints / MODEL)
+    answers: list[Any] = result["answers"]
+    return answers
+
+
+@pytest.fixture
+def served(engines: Engines, checkpoints: Path, tmp_path: Path, pool: str) -> Iterator[tuple[Path, Sidecar, int]]:
+    """A checkpoint of the test's own, a sidecar that serves it, and the generation of its published state."""
+    model = tmp_path / MODEL
+    shutil.copytree(checkpoints / MODEL, model)
+    with Sidecar(pool, model) as sidecar:
+        sidecar.ready(MODEL)
+        engines.run(model, pool, only="load")
+        yield model, sidecar, adopted(sidecar, 1)[0]
+        sidecar.interrupt()
+
+
+def test_two_at_once_one_of_them_killed_and_the_sidecar_as_well(
+    engines: Engines, served: tuple[Path, Sidecar, int], disk: list[Any]
+) -> None:
+    model, sidecar, number = served
+    pool = sidecar.paths.pool
+    first, second = (engines.start(model, pool, then="hang") for _ in range(2))
+    assert first.result()["answers"] == second.result()["answers"] == disk
+    held = {record.pid for record in attachment.alive(sidecar.paths) if record.generation == number}
+    assert held == {*first.pids, *second.pids}
+    first.kill()
+    # kill -9 of the sidecar while the second serves: it goes on, and the next sidecar takes the state over.
+    sidecar.kill()
+    with Sidecar(pool, model) as successor:
+        successor.ready(MODEL)
+        result, log = engines.run(model, pool)
+        assert result["answers"] == disk and ATTACHED in log
+        assert "published" not in log
+        assert {r.pid for r in attachment.alive(sidecar.paths) if r.generation == number} == set(second.pids)
+        second.kill()
+        successor.interrupt()
+
+
+def test_two_ranks_have_a_state_each(engines: Engines, checkpoints: Path, pool: str) -> None:
+    with Sidecar(pool, checkpoints / "qwen3-moe") as sidecar:
+        sidecar.ready("qwen3-moe")
+        right, _ = engines.run(checkpoints / "qwen3-moe", tp=2)
+        first, log = engines.run(checkpoints / "qwen3-moe", pool, tp=2)
+        adopted(sidecar, 2)
+        again, attached = engines.run(checkpoints / "qwen3-moe", pool, tp=2)
+        assert first["answers"] == right["answers"]
+        assert again["answers"] == right["answers"]
+        assert log.count("published the state of") == 2, log[-4000:]
+        assert attached.count(ATTACHED) == 2, attached[-4000:]
+        # One rank alone has neither of the two.
+        _, log = engines.run(checkpoints / "qwen3-moe", pool, {"BALLAST_PUBLISH": "0"}, only="load")
+        assert "holds no state of" in log and ATTACHED not in log
+        sidecar.interrupt()
+
+
+def test_a_scheduler_killed_in_the_middle_of_attaching(
+    engines: Engines, served: tuple[Path, Sidecar, int], disk: list[Any]
+) -> None:
+    model, sidecar, number = served
+    for place in ("engine_shim.ladder:Pool.attach", "engine_shim.modules:views", "engine_shim.modules:_compare"):
+        engine = engines.start(model, sidecar.paths.pool, sabotage_with="kill", sabotage=place)
+        engine.killed()
+    deadline = time.monotonic() + 20
+    while any(record.generation == number for record in attachment.alive(sidecar.paths)):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    result, log = engines.run(model, sidecar.paths.pool)
+    assert result["answers"] == disk and ATTACHED in log
+
+
+def test_a_publisher_killed_leaves_nothing_wrong(engines: Engines, checkpoints: Path, pool: str, disk: list[Any]) -> None:
+    with Sidecar(pool, checkpoints / MODEL) as sidecar:
+        sidecar.ready(MODEL)
+        for place in ("engine_shim.state:Keeper.move", "engine_shim.state:Keeper.loaded", "engine_shim.state:Keeper.finish"):
+            engines.start(checkpoints / MODEL, pool, sabotage_with="kill", sabotage=place).killed()
+        assert [g.kind for g in sidecar.catalog.generations] == ["checkpoint"]
+        result, _ = engines.run(checkpoints / MODEL, pool)
+        assert result["answers"] == disk
+        adopted(sidecar, 1)
+        sidecar.interrupt()
+
+
+SABOTAGE = {
+    # where it raises -> what the log must say
+    "engine_shim.hooks.sglang:key": "RuntimeError: sabotage",
+    "engine_shim.state:find": "RuntimeError: sabotage",
+    "engine_shim.state:Found.bind": "is not used: RuntimeError: sabotage",
+    "engine_shim.state:Found.check_final": "is not used: RuntimeError: sabotage",
+    "engine_shim.start:Start.end": "once the model was loaded: RuntimeError: sabotage",
+    "engine_shim.state:Keeper.move": "is not published: sabotage",
+    "engine_shim.state:Keeper.loaded": "is not published: sabotage",
+    "engine_shim.state:Keeper.finish": "is not published: sabotage",
+    "engine_shim.handoff.publication:Publication.commit": "is not published: sabotage",
+}
+
+
+def test_faults_of_ours_leave_a_working_engine(
+    engines: Engines, served: tuple[Path, Sidecar, int], disk: list[Any]
+) -> None:
+    model, sidecar, _ = served
+    for place, line in SABOTAGE.items():
+        keeping = "Keeper" in place or "Publication" in place
+        environ = {"BALLAST_STATE": "0"} if keeping else {"BALLAST_PUBLISH": "0"}
+        result, log = engines.run(model, sidecar.paths.pool, environ, sabotage=place)
+        assert result["answers"] == disk, place
+        assert line in log and "sabotage" in log, f"{place}: {log[-3000:]}"
+
+
+def test_with_require_a_fault_of_ours_ends_the_start(
+    engines: Engines, served: tuple[Path, Sidecar, int], disk: list[Any]
+) -> None:
+    model, sidecar, _ = served
+    require = {"BALLAST_MODE": "require"}
+    result, log = engines.run(model, sidecar.paths.pool, require)
+    assert result["answers"] == disk and ATTACHED in log
+    result, _ = engines.run(
+        model, sidecar.paths.pool, require, sabotage="engine_shim.state:Found.check_final", fails=True
+    )
+    assert "BALLAST_MODE=require" in result["error"], result
+    result, _ = engines.run(model, None, require, fails=True)
+    assert "BALLAST_MODE=require: not loading without Ballast" in result["error"], "there is no pool, and it has started"
+    result, _ = engines.run(model, sidecar.paths.pool, {**require, "BALLAST_STATE": "0", "BALLAST_PUBLISH": "0"})
+    assert result["answers"] == disk, "the checkpoint's tensors from memory are Ballast as well"
+
+
+def test_what_is_damaged_or_other_is_not_used(
+    engines: Engines, served: tuple[Path, Sidecar, int], disk: list[Any]
+) -> None:
+    model, sidecar, number = served
+    pool, paths = sidecar.paths.pool, sidecar.paths
+    segment = paths.segment(number, 0)
+    whole, contents = segment.read_bytes(), paths.manifest(number).read_bytes()
+    quiet = {"BALLAST_PUBLISH": "0"}
+
+    def replace(path: Path, data: bytes) -> None:
+        path.unlink()
+        path.write_bytes(data)
+        path.chmod(0o400)
+
+    replace(segment, whole[: len(whole) // 2])
+    result, log = engines.run(model, pool, quiet)
+    assert result["answers"] == disk and ATTACHED not in log
+    assert "is shorter than its manifest says" in log, log[-3000:]
+    replace(segment, whole)
+
+    newer = bytearray(contents)
+    newer[8] = manifest.FORMAT + 1
+    replace(paths.manifest(number), bytes(newer))
+    result, log = engines.run(model, pool, quiet)
+    assert result["answers"] == disk and ATTACHED not in log
+    assert "has format 2 and this Ballast reads format 1" in log, log[-3000:]
+    replace(paths.manifest(number), contents)
+
+    # One byte of a weight: nobody notices when attaching (the protocol says so), and the answers show that it is used.
+    flipped = bytearray(whole)
+    for index in range(1, len(whole) // 2, 2):
+        flipped[index] ^= 0x40
+    replace(segment, bytes(flipped))
+    result, log = engines.run(model, pool, quiet)
+    assert ATTACHED in log and result["answers"] != disk, "the answers do not depend on the shared bytes"
+    replace(segment, whole)
+
+    # Another configuration, and a fine-tune at the same place with the same names, sizes and headers.
+    for args in ({"dtype": "float32"}, {"json_model_override_args": '{"rms_norm_eps": 0.01}'}):
+        result, log = engines.run(model, pool, quiet, args=args)
+        there, _ = engines.run(model, args=args)
+        assert result["answers"] == there["answers"]
+        assert "holds no state of" in log and "the nearest one differs in" in log, log[-3000:]
+    shard = sorted(model.glob("*.safetensors"))[0]
+    data = bytearray(shard.read_bytes())
+    for index in range(len(data) - 20001, len(data), 2):
+        data[index] ^= 0x10
+    shard.unlink()
+    shard.write_bytes(data)
+    tuned, log = engines.run(model, pool, {**quiet, "BALLAST_WAIT": "0"})
+    there, _ = engines.run(model)
+    assert tuned["answers"] == there["answers"] != disk
+    assert ATTACHED not in log
+
+
+def test_what_is_looked_at_from_outside_the_tree_is_left_alone(
+    engines: Engines, served: tuple[Path, Sidecar, int], disk: list[Any]
+) -> None:
+    """A view that a model keeps in a list would go on looking at memory that holds no weights."""
+    model, sidecar, _ = served
+    result, log = engines.run(model, sidecar.paths.pool, hidden_view=True)
+    assert result["answers"] == disk
+    assert "is looked at from outside the module tree" in log and ATTACHED not in log, log[-3000:]
+
+
+def test_format_and_switches_that_are_not_ours(
+    engines: Engines, served: tuple[Path, Sidecar, int], disk: list[Any]
+) -> None:
+    model, sidecar, _ = served
+    result, log = engines.run(model, sidecar.paths.pool, {"BALLAST_MODE": "off"})
+    assert result["answers"] == disk and "ballast:" not in log
+    _, log = engines.run(model, sidecar.paths.pool, args={"load_format": "dummy"}, only="load")
+    assert ATTACHED not in log and "published" not in log
+    assert list(attachment.alive(sidecar.paths)) == []
