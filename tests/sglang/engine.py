@@ -230,7 +230,8 @@ def main() -> None:
     home = Path(sys.argv[1])
     began = time.monotonic()
     import sglang.benchmark.one_batch  # everything that an engine imports
-    import sglang.srt.managers.scheduler  # noqa: F401
+    import sglang.srt.managers.scheduler
+    import sglang.srt.models.registry  # noqa: F401
     import torch
 
     torch.set_num_threads(1)
