@@ -1,6 +1,6 @@
 """Real SGLang processes for the tests of this folder. They are skipped where there is no SGLang.
 
-BALLAST_TEST_SGLANG_PYTHON names the interpreter of an environment with SGLang in it (`make .venv-sglang/.made`); by default it is the
+BALLAST_TEST_SGLANG_PYTHON names the interpreter of an environment with SGLang in it (`make test-sglang` makes one); by default the
 one that runs pytest.
 """
 

@@ -40,6 +40,7 @@ def one(job: dict[str, Any]) -> dict[str, Any]:
         )
     try:
         args = arguments(job)
+        get_parallel().clear_stamp()
         publish(args, role="scheduler", ranks=SpawnRanks(world_rank=job.get("rank", 0), gpu_id=0))
         with contextlib.ExitStack() as stack:
             stack.enter_context(get_parallel().override(**job.get("parallel", {})))

@@ -108,7 +108,9 @@ def keys(engines: Engines, checkpoints: Path, tmp_path_factory: pytest.TempPathF
         "two replicas": {"args": {"dp_size": 2}},
         "two expert ranks": {"args": {**two, "ep_size": 2}},
         "expert rank 1": {"args": {**two, "ep_size": 2}, "rank": 1},
-        "experts replicated": {"parallel": {**split, "attn_tp_size": 2, "moe_dp_size": 2, "moe_dp_rank": 1, "tp_rank": 1}},
+        "experts replicated": {
+            "parallel": {**split, "attn_tp_size": 2, "attn_tp_rank": 1, "moe_dp_size": 2, "moe_dp_rank": 1, "tp_rank": 1}
+        },
         "attention in two replicas": {"parallel": {**split, "attn_dp_size": 2, "moe_tp_size": 2}},
         "attention's replica 1": {"parallel": {**split, "attn_dp_size": 2, "moe_tp_size": 2, "attn_dp_rank": 1, "tp_rank": 1}},
         "attention's context split": {"parallel": {**split, "attn_cp_size": 2, "moe_tp_size": 2}},
