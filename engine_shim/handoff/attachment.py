@@ -92,27 +92,16 @@ class Token:
             os.close(fd)
 
     def tell(self, note: str) -> None:
-        """Puts `note` into the record, for people. A new record takes the old one's place: the name never leads nowhere.
-
-        Does nothing in a forked child, or after the release. Raises NoRoom.
+        """Writes `note` into the record, for people. In place: to put another file there would leave a moment in which somebody
+        who has opened the old one finds it unlocked. Who reads meanwhile may find a record that makes no sense, which counts
+        as held. Does nothing in a forked child, or after the release. Raises NoRoom.
         """
         if self._fd is None or os.getpid() != self._owner:
             return
-        record = replace(self.record, note=note)
-        path = self._paths.attachment(record.identifier)
-        new = temporary(path)
-        fd = posix.create(new)
-        try:
-            # A cleaner that came in between has taken it for a dead one's: then the old record stays as it is.
-            if posix.try_lock_byte(fd, _LOCK_BYTE):
-                posix.write_exactly(fd, json.dumps(asdict(record)).encode(), 0, new)
-                posix.rename(new, path)
-                fd, self._fd, self.record = self._fd, fd, record
-        except NotFound:
-            pass  # it was quicker still
-        finally:
-            os.close(fd)
-            posix.remove(new)
+        self.record = replace(self.record, note=note)
+        data = json.dumps(asdict(self.record)).encode()
+        path = self._paths.attachment(self.record.identifier)
+        posix.write_exactly(self._fd, data.ljust(os.fstat(self._fd).st_size), 0, path)
 
     def release(self) -> None:
         """Gives the attachment up. Safe to call twice. A forked child only lets go: the record is its parent's."""

@@ -75,6 +75,20 @@ def take(pool: str, directory: str, generation: int, model: str) -> str:
     return token.record.identifier
 
 
+def watch(pool: str, directory: str, seconds: float) -> tuple[int, list[int | None]]:
+    """Looks at the one attachment there is, and sweeps: how often, and which generations it was seen to hold (None: none)."""
+    paths = PoolPaths(pool, Path(directory))
+    looks, seen = 0, set()
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        found = [record.generation for record in attachment.alive(paths)]
+        seen.add(found[0] if len(found) == 1 else None)
+        if attachment.sweep(paths):
+            seen.add(None)
+        looks += 1
+    return looks, sorted(seen, key=str)
+
+
 def take_many(pool: str, directory: str, times: int) -> int:
     """Takes attachments while others sweep; says how many of them were not seen as alive at once."""
     paths = PoolPaths(pool, Path(directory))

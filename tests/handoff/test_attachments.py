@@ -51,6 +51,26 @@ def test_a_record_says_who_holds_what(paths: PoolPaths) -> None:
         assert not records(paths) and not list(alive(paths))
 
 
+def test_a_note_is_written_while_the_record_stays_held(paths: PoolPaths) -> None:
+    """While notes are written, another process sees a record of the living at every look, and a sweep takes none."""
+    token = Token.take(paths, 7, "m", "an engine", 3)
+    with Engine() as watcher:
+        watcher.start(hammer.watch, paths.pool, str(paths.dir), 0.5)
+        count = 0
+        while watcher.busy(0):
+            token.tell("a note, a long one, " * (count % 3) + str(count))
+            count += 1
+        looks, seen = watcher.result()
+    assert count > 10 and looks > 10
+    assert set(seen) <= {7, -1} and 7 in seen, "-1 is a record that is just being written"
+    [record] = alive(paths)
+    assert record.note.endswith(str(count - 1)) and record.rank == 3 and record.identifier == token.record.identifier
+    assert sweep(paths) == 0
+    token.release()
+    token.tell("too late")
+    assert not records(paths)
+
+
 def test_kill_9(paths: PoolPaths) -> None:
     with engines(None, 3) as processes:
         for number, engine in enumerate(processes):

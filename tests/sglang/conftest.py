@@ -1,7 +1,7 @@
 """Real SGLang processes for the tests of this folder. They are skipped where there is no SGLang.
 
-BALLAST_TEST_SGLANG_PYTHON names the interpreter of an environment with SGLang in it (`make test-sglang` makes one); by default the
-one that runs pytest.
+BALLAST_TEST_SGLANG_PYTHON names the interpreter of an environment with SGLang in it (`make test-sglang` makes one). By default
+it is the one that runs pytest.
 """
 
 from __future__ import annotations

@@ -7,13 +7,11 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from conftest import ATTACHED, Engines, adopted
 
 from engine_shim.handoff import attachment
-from sidecar.status import look
 from tests.processes import Sidecar, ballast
 
 MODEL = "qwen2"
@@ -99,17 +97,3 @@ def test_an_engine_that_shares_nothing_says_nothing(engines: Engines, served: tu
     _, model, tuned = served
     _, log = engines.run(model, update=str(tuned))
     assert "no longer shared" not in log
-
-
-def test_the_note_replaces_the_record_and_nothing_else(served: tuple[Sidecar, Path, Path]) -> None:
-    sidecar, _, _ = served
-    number = sidecar.catalog.generations[0].number
-    token: Any = attachment.Token.take(sidecar.paths, number, MODEL, "an engine", 3)
-    token.tell("a note")
-    token.tell("another")
-    (record,) = look(sidecar.paths).attachments
-    assert (record.note, record.engine, record.rank, record.generation) == ("another", "an engine", 3, number)
-    assert attachment.sweep(sidecar.paths) == 0, "it is held by nobody"
-    token.release()
-    token.tell("too late")
-    assert look(sidecar.paths).attachments == ()
