@@ -331,7 +331,7 @@ def _weights(
     except RuntimeError as error:
         if settings.model is None:
             raise NotFound(f"{error}; name the model with BALLAST_MODEL") from None
-        return weight_files.of_pool(Path(model_config.model_path), code, settings.model, pool)
+        return weight_files.of_pool(Path(model_config.model_path), code, settings.model, pool, [""])
     parts: list[Weights] = []
     for source in sources:
         if not source.use_safetensors:

@@ -211,6 +211,19 @@ def test_what_is_looked_at_from_outside_the_tree_is_left_alone(
     assert "is looked at from outside the module tree" in log and ATTACHED not in log, log[-3000:]
 
 
+def test_an_engine_without_weight_files_attaches_to_the_model_that_is_named(
+    engines: Engines, served: tuple[Path, Sidecar, int], disk: list[Any], tmp_path: Path
+) -> None:
+    model, sidecar, _ = served
+    bare = tmp_path / "bare"
+    shutil.copytree(model, bare, ignore=shutil.ignore_patterns("*.safetensors*"))
+    result, log = engines.run(bare, sidecar.paths.pool, {"BALLAST_MODEL": MODEL, "BALLAST_MODE": "require"})
+    assert result["answers"] == disk and ATTACHED in log
+    (bare / "config.json").write_text((bare / "config.json").read_text() + "\n")
+    result, log = engines.run(bare, sidecar.paths.pool, {"BALLAST_MODEL": MODEL}, fails=True)
+    assert "differs from the one that" in log and ATTACHED not in log
+
+
 def test_format_and_switches_that_are_not_ours(
     engines: Engines, served: tuple[Path, Sidecar, int], disk: list[Any]
 ) -> None:
