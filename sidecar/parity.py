@@ -233,7 +233,7 @@ def _until_healthy(base: str, engine: Engine, timeout: float) -> None:
 
 
 def ask(base: str, tokens: int) -> list[Any]:
-    """Greedy tokens for each prompt; embeddings from a server that does not generate."""
+    """Greedy tokens for each prompt, with their log probabilities; embeddings from a server that does not generate."""
     with urllib.request.urlopen(f"{base}/v1/models", timeout=30) as reply:
         model = json.load(reply)["data"][0]["id"]
     answers = []
@@ -241,7 +241,10 @@ def ask(base: str, tokens: int) -> list[Any]:
         body = {"model": model, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "logprobs": 1}
         try:
             choice = _post(f"{base}/v1/completions", body)["choices"][0]
-            answers.append([choice["text"], (choice.get("logprobs") or {}).get("tokens")])
+            told = choice.get("logprobs") or {}
+            # Kernels may round the last bits otherwise where memory is aligned otherwise; more than that is a difference.
+            probabilities = [None if value is None else round(value, 3) for value in told.get("token_logprobs") or ()]
+            answers.append([choice["text"], told.get("tokens"), probabilities])
         except urllib.error.HTTPError as error:
             if error.code not in (400, 404, 405):
                 raise
