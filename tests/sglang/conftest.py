@@ -27,6 +27,7 @@ from tests.processes import ROOT, Sidecar
 HERE = Path(__file__).resolve().parent
 PYTHON = os.environ.get("BALLAST_TEST_SGLANG_PYTHON") or sys.executable
 SITE = ROOT / "engine_shim" / "hooks" / "site"
+TWO_RANKS = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1" if (os.cpu_count() or 1) > 1 else "0|0"}
 ATTACHED = "comes from memory as it was after loading"
 
 
@@ -139,6 +140,8 @@ class Engines:
     def start(self, model: Path | str, pool: str | None = None, env: dict[str, str] | None = None, **job: Any) -> Job:
         identifier = f"{Path(model).name}-{secrets.token_hex(3)}"
         environ = {"BALLAST_POOL": pool or f"none-{identifier}", "BALLAST_WAIT": "20" if pool else "0", **(env or {})}
+        if job.get("ranks", 1) > 1:
+            environ.update(TWO_RANKS)
         line = json.dumps({"id": identifier, "model": str(model), "env": environ, **job})
         assert self.process.stdin is not None
         self.process.stdin.write(line + "\n")

@@ -7,9 +7,9 @@ here knows of Ballast, except `keys`, which asks the adapter. A job's folder, FO
 for each rank), its `result` as JSON, and at its end its exit `code`.
 
 A job may ask for more than tokens: `only: "load"` (no forward pass), `update` and `tensors` (weights are replaced, then the
-prompts again), `tp` (ranks), `sabotage` (a function, as module:name, that raises when its work is done, or kills the process,
-`sabotage_with: "kill"`), `hidden_view`, `fails` (the start must end in an error, whose text is the result), `then: "hang"`
-(answer and wait to be killed), `keys`, `accounting` (the modules of these names) and `fingerprint`.
+prompts again), `ranks` (so many processes), `sabotage` (a function, as module:name, that raises when its work is done, or kills
+its process, `sabotage_with: "kill"`), `hidden_view`, `fails` (the start must end in an error, whose text is the result),
+`then: "hang"` (answer and wait to be killed), `keys`, `accounting` (the modules of these names) and `fingerprint`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def arguments(job: dict[str, Any]) -> Any:
         **{
             "model_path": job["model"], "device": "cpu", "attention_backend": "torch_native", "dtype": "bfloat16",
             "disable_cuda_graph": True, "max_total_tokens": 1024, "max_running_requests": 8, "random_seed": 1,
-            "log_level": "info", "tp_size": job.get("tp", 1), **job.get("args", {}),
+            "log_level": "info", **job.get("args", {}),
         }
     )  # fmt: skip
     made.resolve_once()
@@ -51,10 +51,9 @@ def arguments(job: dict[str, Any]) -> Any:
 
 def publish(args: Any, rank: int) -> None:
     from sglang.benchmark import one_batch
-    from sglang.srt.runtime_context import SpawnRanks, publish, spawn_world_rank
+    from sglang.srt.runtime_context import SpawnRanks, publish
 
-    world = spawn_world_rank(args, tp_rank=rank, pp_rank=0)
-    publish(args, role="scheduler", ranks=SpawnRanks(world_rank=world, gpu_id=0))
+    publish(args, role="scheduler", ranks=SpawnRanks(world_rank=rank, gpu_id=0))
     one_batch._init_process_global_configs()
 
 
@@ -248,7 +247,7 @@ def main() -> None:
             folder = home / job["id"]
             folder.mkdir()
             port = free_port()
-            for rank in range(job.get("tp", 1)):
+            for rank in range(job.get("ranks", 1)):
                 running[spawn(job, folder, rank, port)] = folder
             pids = [str(pid) for pid, where in running.items() if where == folder]
             (folder / "pid.new").write_text("\n".join(pids))

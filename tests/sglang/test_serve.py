@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import tomllib
-from conftest import ATTACHED, PYTHON, engine_environment, states
+from conftest import ATTACHED, PYTHON, TWO_RANKS, engine_environment, states
 
 from engine_shim.handoff import attachment
 from sidecar.parity import Engine, ask
@@ -141,7 +141,7 @@ def only_the_plugin(folder: Path) -> Path:
 
 @pytest.mark.timeout(1800)
 def test_parity_of_the_command_line_with_two_ranks(checkpoints: Path) -> None:
-    environ = engine_environment(SGLANG_CPU_OMP_THREADS_BIND="0|0")
+    environ = engine_environment(**TWO_RANKS)
     words = launch(checkpoints / "llama-tied", "--tp-size", "2")
     done = command("parity", "--tokens", "8", "--timeout", "600", "--", *words, env=environ)
     lines = done.stdout.splitlines()

@@ -12,9 +12,11 @@ import pytest
 from conftest import ATTACHED, Engines, adopted
 
 from engine_shim.handoff import attachment, manifest
+from sidecar.parity import compare_trees, read_dumps
 from tests.processes import Sidecar
 
 MODEL = "qwen2"
+TWO: dict[str, Any] = {"ranks": 2, "args": {"tp_size": 2}}
 
 
 @pytest.fixture(scope="module")
@@ -62,10 +64,10 @@ def test_two_at_once_one_of_them_killed_and_the_sidecar_as_well(
 def test_two_ranks_have_a_state_each(engines: Engines, checkpoints: Path, pool: str) -> None:
     with Sidecar(pool, checkpoints / "qwen3-moe") as sidecar:
         sidecar.ready("qwen3-moe")
-        right, _ = engines.run(checkpoints / "qwen3-moe", tp=2)
-        first, log = engines.run(checkpoints / "qwen3-moe", pool, tp=2)
+        right, _ = engines.run(checkpoints / "qwen3-moe", **TWO)
+        first, log = engines.run(checkpoints / "qwen3-moe", pool, **TWO)
         adopted(sidecar, 2)
-        again, attached = engines.run(checkpoints / "qwen3-moe", pool, tp=2)
+        again, attached = engines.run(checkpoints / "qwen3-moe", pool, **TWO)
         assert first["answers"] == right["answers"]
         assert again["answers"] == right["answers"]
         assert log.count("published the state of") == 2, log[-4000:]
@@ -73,6 +75,39 @@ def test_two_ranks_have_a_state_each(engines: Engines, checkpoints: Path, pool: 
         # One rank alone has neither of the two.
         _, log = engines.run(checkpoints / "qwen3-moe", pool, {"BALLAST_PUBLISH": "0"}, only="load")
         assert "holds no state of" in log and ATTACHED not in log
+        sidecar.interrupt()
+
+
+RANKS: dict[str, dict[str, Any]] = {
+    "two stages": {"pp_size": 2},
+    "experts on two ranks": {"tp_size": 2, "ep_size": 2},
+    "attention replicated": {"tp_size": 2, "enable_dp_attention": True, "dp_size": 2},
+}
+
+
+@pytest.mark.parametrize("kind", RANKS)
+def test_other_ranks_load_what_they_loaded_from_disk(
+    engines: Engines, checkpoints: Path, pool: str, tmp_path: Path, kind: str
+) -> None:
+    """Loading only: every tensor of each rank, after loading and after post-processing."""
+    with Sidecar(pool, checkpoints / "qwen3-moe") as sidecar:
+        sidecar.ready("qwen3-moe")
+        told = {}
+        for way in ("disk", "first", "attached"):
+            folder = tmp_path / way
+            folder.mkdir()
+            _, log = engines.run(
+                checkpoints / "qwen3-moe", pool if way != "disk" else None, {"BALLAST_PARITY": str(folder)},
+                only="load", ranks=2, args=RANKS[kind],
+            )  # fmt: skip
+            told[way] = read_dumps(folder)
+            if way == "first":
+                adopted(sidecar, 2)
+        assert log.count(ATTACHED) == 2, log[-4000:]
+        assert len(told["disk"]) == 4, "two ranks, two stages each"
+        for way in ("first", "attached"):
+            for name, dump in told["disk"].items():
+                assert compare_trees(dump, told[way][name]) == [], f"{way} {name}"
         sidecar.interrupt()
 
 
