@@ -297,7 +297,7 @@ def _by_storage(module: torch.nn.Module) -> list[list[Slot]]:
             with contextlib.suppress(RuntimeError, NotImplementedError):  # a wrapper around other tensors
                 place = slot.tensor.untyped_storage().data_ptr()
                 if place:
-                    groups.setdefault(place, {})[id(slot.tensor)] = slot
+                    groups.setdefault(place, {}).setdefault(id(slot.tensor), slot)
     return [list(group.values()) for group in groups.values()]
 
 
@@ -332,7 +332,11 @@ def _seen_elsewhere(group: list[Slot]) -> bool:
     if count is None:
         return False
     storage = group[0].tensor.untyped_storage()
-    return bool(count(storage._cdata) > len(group) + 1)  # the tensors and `storage` itself
+    looking = {id(slot.tensor): slot.tensor for slot in group}
+    for tensor in list(looking.values()):
+        if tensor._base is not None:  # what a view was made of lives as long as the view
+            looking[id(tensor._base)] = tensor._base
+    return bool(count(storage._cdata) > len(looking) + 1)  # these and `storage` itself
 
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
