@@ -30,11 +30,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-GB = 10**9
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from engine_shim.handoff import room
+
+ROOT = Path(__file__).resolve().parent.parent
+GB = 10**9
 
 
 # In the processes that are measured -----------------------------------------------------------------------------------

@@ -91,7 +91,7 @@ class Machine:
         assert not broken, broken
 
 
-def until(look: Callable[[], T], what: str = "", timeout: float = 20) -> T:
+def until(look: Callable[[], T], what: str = "", timeout: float = 60) -> T:
     """Calls `look` until it gives something true."""
     deadline = time.monotonic() + timeout
     while True:

@@ -76,7 +76,7 @@ def test_a_holder_is_killed(machine: Machine, pool_name: str, folder: Path, poli
             shutil.move(folder, folder.with_name("elsewhere"))
             os.kill(the_holder(sidecar.paths), signal.SIGKILL)
             if policy == "exit":
-                engine.wait(10)
+                engine.wait(30)
                 assert "it ends now" in engine.log
             else:
                 assert "restart this engine" in engine.says("is not defined any more")
@@ -184,7 +184,7 @@ def test_a_holder_on_its_own(machine: Machine, pool_name: str, folder: Path) -> 
                 resident(sidecar.paths, 1, set())
                 assert engine(gpu_side.kept) == truth and alone.poll() is None
                 engine(gpu_side.forget)
-                assert alone.wait(20) == 0
+                assert alone.wait(60) == 0
     finally:
         if alone.poll() is None:
             alone.kill()
@@ -223,8 +223,8 @@ def test_two_engines_and_every_kill_in_turn(machine: Machine, pool_name: str, fo
                 with machine.engine(pool_name) as again:
                     assert again(gpu_side.open_on, "cuda:0", "model") == truth
                     os.kill(the_holder(second.paths), signal.SIGKILL)
-                    two.wait(10)
-                    again.wait(10)
+                    two.wait(30)
+                    again.wait(30)
                 resident(second.paths, 1, {A, B})
                 with machine.engine(pool_name) as last:
                     assert last(gpu_side.open_on, "cuda:1", "model") == truth
