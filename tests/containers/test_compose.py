@@ -21,7 +21,7 @@ count = size = 0
 for path in sorted(glob.glob("/models/*/*.safetensors")):
     plain = load(open(path, "rb").read())
     with safe_open(path, "pt") as shared:
-        assert type(shared).__module__.startswith("engine_shim"), type(shared)
+        assert "/ballast-main.g" in open("/proc/self/maps").read()
         assert sorted(shared.keys()) == sorted(plain)
         for name, tensor in plain.items():
             other = shared.get_tensor(name)
