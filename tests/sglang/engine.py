@@ -262,7 +262,8 @@ def main() -> None:
             folder = running.pop(pid)
             codes[folder] = codes.get(folder, 0) or os.waitstatus_to_exitcode(status)
             if folder not in running.values():
-                (folder / "code").write_text(str(codes.pop(folder)))
+                (folder / "code.new").write_text(str(codes.pop(folder)))
+                (folder / "code.new").rename(folder / "code")
 
 
 if __name__ == "__main__":
