@@ -36,7 +36,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PRIMITIVES: dict[str, frozenset[str]] = {
     "posix": frozenset(
         {"create", "write_exactly", "write_parts", "allocate", "rename", "link_new", "remove", "try_flock", "try_lock_byte",
-         "unlock_byte"}
+         "unlock_byte", "share"}
     ),
     "os": frozenset(
         {"fchmod", "chmod", "ftruncate", "truncate", "posix_fallocate", "rename", "replace", "link", "symlink", "unlink",
@@ -55,7 +55,14 @@ WRITES = ("posix.write_exactly", "posix.write_parts", "posix.allocate")
 # Below this line of the tower calls are wrapped once, each in its own function; above it they are steps.
 BASE = "engine_shim/handoff/posix.py"
 # Commands around the protocol: they change nothing in a pool but by way of what is a site already.
-COMMANDS = ("sidecar/demo.py", "sidecar/demo_engine.py", "sidecar/parity.py", "sidecar/prepare.py", "sidecar/cli.py")
+COMMANDS = (
+    "sidecar/demo.py",
+    "sidecar/demo_engine.py",
+    "sidecar/parity.py",
+    "sidecar/prepare.py",
+    "sidecar/cli.py",
+    "sidecar/inject.py",
+)
 
 
 @dataclass(frozen=True)
@@ -121,7 +128,7 @@ def sites() -> list[Site]:
     return _find()[0]
 
 
-_KINDS = re.compile(r"(\.g)\d+|(\.w)\d+|(\.(?:a|in)\.)[0-9a-f]{16}|\.[0-9a-f]{16}(?=\.tmp)")
+_KINDS = re.compile(r"(\.g)\d+|(\.w)\d+|(\.(?:a|in|d|do|did)\.)[0-9a-f]{16}|\.[0-9a-f]{16}(?=\.tmp)")
 
 
 def _kind(args: tuple[Any, ...]) -> str:

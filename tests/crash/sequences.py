@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine_shim.handoff import catalog, manifest, posix, publication
+from engine_shim.handoff import attachment, catalog, holder, manifest, posix, publication, request
 from engine_shim.handoff.catalog import READY, ControlPage
-from engine_shim.handoff.errors import HandoffError, NoRoom
+from engine_shim.handoff.errors import HandoffError, NoRoom, NotReady
 from engine_shim.handoff.names import PoolPaths, new_id, temporary
 from engine_shim.handoff.publication import Publication
 from engine_shim.handoff.semaphores import LIFE_BYTE
@@ -167,7 +168,8 @@ def leftovers(place: Place) -> None:
     for path in (
         paths.manifest(77), paths.segment(77, 0), temporary(paths.manifest(1)), temporary(paths.control),
         paths.attachment(new_id()), temporary(paths.attachment(new_id())), paths.publication_segment(new_id(), 0),
-        temporary(paths.publication(new_id())),
+        temporary(paths.publication(new_id())), paths.holder(new_id()), paths.copies(new_id(), 1), paths.request(new_id()),
+        paths.answer(new_id()),
     ):  # fmt: skip
         _make(path, b"left")
 
@@ -263,12 +265,15 @@ def failing_first(place: Place) -> None:
     sample, allocate = loader.ShardLoader._sample, posix.allocate
 
     def failing(self: loader.ShardLoader, *args: Any) -> str:
-        if self._path.name.endswith(".g1.w1.tmp"):
+        if ".g1.w1." in self._path.name:
             raise CheckpointError("a test's disk is broken")
         return sample(self, *args)
 
+    full = [True]
+
     def no_room(fd: int, offset: int, length: int, path: Path) -> None:
-        if path.name.endswith(".g2.w0.tmp"):
+        if ".w0." in path.name and ".g1." not in path.name and full:
+            full.clear()
             raise NoRoom("a test's memory is full")
         allocate(fd, offset, length, path)
 
@@ -304,6 +309,9 @@ def attach(place: Place) -> None:
     ladder._pools.clear()
     with _full("a."), contextlib.suppress(NoRoom):
         engine_shim.open(MODEL, wait=0)
+    token = attachment.Token.take(place.paths, 1, MODEL)
+    token.tell("a note")
+    token.release()
 
 
 @contextlib.contextmanager
@@ -321,6 +329,42 @@ def _full(kind: str) -> Iterator[None]:
         yield
     finally:
         posix.write_exactly = really
+
+
+def ask(place: Place) -> None:
+    """Something of a sidecar that does not answer; and once more, without room for the question."""
+    with contextlib.suppress(NotReady):
+        request.ask(place.paths, request.ROLLBACK, MODEL, timeout=0.05)
+    with _full("do."), contextlib.suppress(NoRoom):
+        request.ask(place.paths, request.ROLLBACK, MODEL, timeout=0.05)
+
+
+def roll_back(place: Place) -> None:
+    """A sidecar is asked for the previous version, and answers."""
+    asking = threading.Thread(target=request.ask, args=(place.paths, request.ROLLBACK, MODEL))
+
+    def turn(sidecar: Turning) -> bool:
+        if asking.ident is None:
+            if until_in_order(sidecar):
+                asking.start()
+            return False
+        return not asking.is_alive() and until_in_order(sidecar)
+
+    serve_until(place, turn)
+
+
+def hold_device_memory(place: Place) -> None:
+    """The records of a process that holds copies on a GPU; and of one that finds no room for them."""
+    token = holder.Token(place.paths, ["GPU-0"])
+    page = holder.Page(1, lacking={"GPU-0": "a test has none"})
+    token.write(page)
+    token.write(holder.Page(1))
+    token.write(page)
+    with _full("d."), contextlib.suppress(NoRoom):
+        token.write(page)
+    with _full("d."), contextlib.suppress(NoRoom):
+        holder.Token(place.paths, ["GPU-0"])
+    token.release()
 
 
 def publish(place: Place) -> None:
@@ -394,7 +438,7 @@ class Sequence:
     prepare: Callable[[Place], None]
     act: Callable[[Place], None]
     busy: bool = False
-    purges: bool = False  # what it does in the end is to leave nothing
+    rolls_back: bool = False  # then the version before is right, too
 
 
 SEQUENCES = {
@@ -409,9 +453,12 @@ SEQUENCES = {
     "files that were only copied": Sequence(lambda place: serving(place, 0), lambda place: update(place, VERSIONS)),
     "loading that fails and succeeds": Sequence(empty, failing_first),
     "no room to announce": Sequence(empty, no_room_to_announce),
-    "removing": Sequence(lambda place: serving(place, 0), stopped_for_good, purges=True),
-    "purging": Sequence(leftovers, purged, purges=True),
+    "removing": Sequence(lambda place: serving(place, 0), stopped_for_good),
+    "purging": Sequence(leftovers, purged),
     "attaching": Sequence(lambda place: serving(place, 0), attach),
+    "asking": Sequence(lambda place: serving(place, 0), ask, busy=True),
+    "rolling back": Sequence(lambda place: serving(place, 0, 1), roll_back, rolls_back=True),
+    "holding device memory": Sequence(lambda place: serving(place, 0), hold_device_memory),
     "publishing": Sequence(lambda place: serving(place, 0), publish, busy=True),
     "publishing in place": Sequence(lambda place: serving(place, 0), publish_in_place, busy=True),
     "adopting publications": Sequence(lambda place: published(place, 2), adopt_published),
