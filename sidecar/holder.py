@@ -86,7 +86,7 @@ class Holder:
         try:
             log.info("holding device memory for pool %s on %s", self.paths.pool, ", ".join(g.uuid for g in self.gpus))
             while not self._stop.is_set() and self._turn():
-                self._stop.wait(_TURN)
+                time.sleep(_TURN)  # not `self._stop.wait`: a signal that meets its lock held would wait for ever in `set`
             self._wait_for_engines()
             return 0
         finally:
