@@ -100,6 +100,10 @@ def test_what_is_in_use_stays(machine: Machine, pool_name: str, folder: Path) ->
             assert starting(gpu_side.external, [], "cuda:0") == 0
             assert machine.used(A) == sum(contents(sidecar.paths).segments)  # type: ignore[union-attr]
             assert user(gpu_side.kept) == truth
+            user(gpu_side.sleep, 0.5)
+            with machine.engine(pool_name) as another:  # nor is it taken out of service
+                assert another(gpu_side.open_on, "cuda:0", "model") == truth
+                assert machine.log("open", another.pid)
         resident(sidecar.paths, 1, {A})
 
 
