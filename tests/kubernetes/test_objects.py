@@ -200,10 +200,14 @@ def test_a_node_holds_its_own_files_only(pool_name: str, tmp_path: Path) -> None
     """Two nodes of an engine: each sidecar has links to half of the files, each rank reads the whole checkpoint."""
     model = tmp_path / "model"
     model.mkdir()
-    names = [f"model-{number:05}-of-00004.safetensors" for number in range(1, 5)]
+    names = [f"model-{number:05}-of-00006.safetensors" for number in range(1, 7)]
     for seed, name in enumerate(names):
         checkpoints.write(model / name, {f"layer.{seed}": checkpoints.entry("F32", (32, 32), seed)}, {"format": "pt"})
     (model / "config.json").write_text("{}")
+    index = {"weight_map": {f"layer.{seed}": name for seed, name in enumerate(names)}}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    script = [sys.executable, str(ROOT / "deploy" / "kubernetes" / "split.py"), str(model), "2"]
+    parts = subprocess.run(script, capture_output=True, text=True, check=True).stdout.split()
     program = (
         "import glob, hashlib, json, sys\n"
         "from safetensors.torch import load_file\n"
@@ -216,15 +220,13 @@ def test_a_node_holds_its_own_files_only(pool_name: str, tmp_path: Path) -> None
     plain = subprocess.run(
         [sys.executable, "-c", program, model], env=environment(), capture_output=True, text=True, check=True
     )
-    for node, own in enumerate((names[:2], names[2:])):
-        part = tmp_path / f"node-{node}"
-        part.mkdir()
-        for name in own:
-            os.link(model / name, part / name)
+    for node, own in enumerate((names[:4], names[2:])):
+        part = Path(parts[node])
+        assert sorted(path.name for path in part.glob("*.safetensors")) == own
         with Sidecar(pool_name, part, args=["--name", "model"]) as sidecar:
             sidecar.ready("model")
             done = ballast("run", "--pool", pool_name, "--", sys.executable, "-c", program, model)
-        assert json.loads(done.stdout) == json.loads(plain.stdout) and len(json.loads(plain.stdout)) == 4
+        assert json.loads(done.stdout) == json.loads(plain.stdout) and len(json.loads(plain.stdout)) == 6
         assert "model comes from memory" in done.stderr and "loading without Ballast" in done.stderr
 
 
