@@ -120,7 +120,7 @@ def test_a_dev_shm_of_64_megabytes(images: dict[str, str], containers: Start) ->
         until("it does not end", lambda: inspect(name)["State"]["Status"] == "exited")
         assert inspect(name)["State"]["ExitCode"] == 1
         said = run("docker", "logs", name).stderr
-        assert "64.00 MiB are free in /dev/shm" in said and "shm_size" in said
+        assert "MiB are free in /dev/shm" in said and "shm_size" in said
     finally:
         run("docker", "rm", "--force", "--volumes", name, check=False)
         run("docker", "volume", "rm", volume, check=False)
