@@ -158,8 +158,9 @@ def test_faults_of_ours_leave_a_working_engine(
     model, sidecar, _ = served
     for place, line in SABOTAGE.items():
         keeping = "Keeper" in place or "Publication" in place
-        environ = {"BALLAST_STATE": "0"} if keeping else {"BALLAST_PUBLISH": "0"}
-        result, log = engines.run(model, sidecar.paths.pool, environ, sabotage=place)
+        # A configuration that has no state yet, where keeping it is to fail: one that has is not published again.
+        environ, args = ({}, {"context_length": 96}) if keeping else ({"BALLAST_PUBLISH": "0"}, {})
+        result, log = engines.run(model, sidecar.paths.pool, environ, sabotage=place, args=args)
         assert result["answers"] == disk, place
         assert line in log and "sabotage" in log, f"{place}: {log[-3000:]}"
 
