@@ -56,6 +56,10 @@ def docker() -> str:
     return "docker"
 
 
+class _Server(http.server.ThreadingHTTPServer):
+    allow_reuse_port = True  # two runs at once serve the same folder: a build's cache knows its arguments, and so the port
+
+
 class _Quiet(http.server.SimpleHTTPRequestHandler):
     def log_message(self, *_: object) -> None:
         pass
@@ -72,10 +76,7 @@ def pip_arguments() -> Iterator[list[str]]:
         yield [*arguments, *([f"--build-arg=PIP_FIND_LINKS={wheels}"] if wheels else [])]
         return
     handler = functools.partial(_Quiet, directory=wheels)
-    try:  # the same address every time, so that layers of an earlier run are found again
-        server = http.server.ThreadingHTTPServer(("127.0.0.1", 8899), handler)
-    except OSError:
-        server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server = _Server(("127.0.0.1", 8899), handler)  # the same every time, so that layers of an earlier run are found again
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield [*arguments, f"--build-arg=PIP_FIND_LINKS=http://127.0.0.1:{server.server_address[1]}/"]
     server.shutdown()
