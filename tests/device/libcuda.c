@@ -511,7 +511,8 @@ CUresult cuStreamSynchronize(CUstream stream) {
 }
 CUresult cuStreamDestroy_v2(CUstream stream) {
     CURRENT("cuStreamDestroy_v2");
-    if (stream->count) violation("cuStreamDestroy of a stream with copies that nobody has waited for");
+    int failing = getenv("EMU_FAIL") && strstr(getenv("EMU_FAIL"), "cuStreamSynchronize"); /* who could not wait may give up */
+    if (stream->count && !failing) violation("cuStreamDestroy of a stream with copies that nobody has waited for");
     free(stream->copies);
     free(stream);
     __sync_fetch_and_sub(&stream_count, 1);
