@@ -17,8 +17,8 @@ from conftest import FULL, HERE, PYTHON, SITE, Engine, engine_environment, run
 
 from engine_shim.handoff.catalog import ENGINE, READY
 from sidecar.parity import Engine as Server
-from sidecar.parity import ask, compare_trees
 from sidecar.parity import _until_healthy as until_healthy
+from sidecar.parity import ask, compare_trees
 from tests.conftest import left_behind
 from tests.processes import ROOT, Sidecar
 
