@@ -226,7 +226,8 @@ def _table(*columns: str) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for title in columns:
         right = title.startswith(">")
-        table.add_column(title.lstrip(">"), justify="right" if right else "left", no_wrap=bool(title), overflow="fold")
+        wraps = title in ("", "note", "command")  # what people write, of any length
+        table.add_column(title.lstrip(">"), justify="right" if right else "left", no_wrap=not wraps, overflow="fold")
     return table
 
 

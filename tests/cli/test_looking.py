@@ -35,7 +35,7 @@ def test_json_of_a_pool(served: Sidecar, pool_name: str) -> None:
         "generations": [
             {
                 "model": "m", "generation": 1, "kind": "checkpoint", "state": "ready", "bytes": NBYTES, "bytes_done": NBYTES,
-                "reason": None, "key": None, "attachments": 0,
+                "reason": None, "key": None, "evicted": False, "attachments": 0, "devices": {},
             }
         ],
         "attachments": [],

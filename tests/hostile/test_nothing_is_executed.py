@@ -30,7 +30,7 @@ ALLOWED = {
     # And its own hooks, by a table that is written there.
     ("engine_shim/hooks/bootstrap.py", "__import__"),
     # torch and transformers, by name, so that the type checker does not follow them.
-    ("sidecar/demo.py", "import_module"),
+    ("sidecar/demo_checkpoint.py", "import_module"),
     # A sitecustomize of the user's own, found where the interpreter would have found it.
     ("engine_shim/hooks/site/sitecustomize.py", "exec_module"),
 }

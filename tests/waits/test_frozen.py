@@ -152,9 +152,12 @@ def test_a_sidecar_ends_although_a_read_does_not(
     code = STUCK + "import sidecar.serve\nsidecar.serve.END_WITHIN = 1.0\n"
     with Sidecar(pool_name, folder, env={**instrumented(tmp_path, code), "TEST_FIFO": str(fifo)}) as sidecar:
         sidecar.ready("model", LOADING)
-        building = sidecar.paths.segment(1, 0).with_name(sidecar.paths.segment(1, 0).name + ".tmp")
+
+        def building() -> bool:
+            return any(name.kind == "segment" and name.tmp for name in sidecar.paths.objects())
+
         deadline = time.monotonic() + 10
-        while not (building.exists() and waits_for(fifo, sidecar.pid)):
+        while not (building() and waits_for(fifo, sidecar.pid)):
             assert time.monotonic() < deadline
             time.sleep(0.01)
         began = time.monotonic()
