@@ -128,6 +128,15 @@ class Snapshot:
     page: bytes
 
 
+# Steps that one of two threads comes to, by the clock: what is retired by an adoption is freed by either.
+SOMETIMES = {"adopting publications": "PoolWriter.collect > PoolWriter.drop"}
+
+
+def sometimes(name: str, step: str) -> bool:
+    """Whether a step comes about in one run of a sequence and not in the next."""
+    return name in SOMETIMES and SOMETIMES[name] in step
+
+
 def kept(paths: PoolPaths) -> PoolPaths:
     """Where the second names are: a pool that nobody looks at."""
     return PoolPaths(f"{paths.pool}-kept", paths.dir)
@@ -261,7 +270,7 @@ def _die(place: Place, name: str, death: Death) -> bool:
         said = pipe.read()
     if code not in (0, -signal.SIGKILL):
         raise AssertionError(f"ended with {code} instead: {said.decode()}")
-    if code == 0 and death.turn == 1:
+    if code == 0 and death.turn == 1 and not sometimes(name, str(death.step)):
         raise AssertionError("did not die")
     return code != 0
 

@@ -33,9 +33,6 @@ UNREACHED = {
     "engine_shim/handoff/semaphores.py _Semaphore.acquire: semaphore.acquire": "where the C library has no sem_clockwait",
 }
 
-# Steps that come about by the clock alone, in one run and not in the next.
-SOMETIMES: tuple[str, ...] = ()
-
 
 @pytest.fixture(scope="session")
 def versions(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -81,7 +78,7 @@ def listed(found: Recorded) -> list[str]:
     lines = []
     for name, (steps, _) in found.items():
         lines.append(f"== {name}")
-        lines += sorted(line for line in map(str, steps) if not line.startswith(SOMETIMES or ("\0",)))
+        lines += sorted(line for line in map(str, steps) if not exercise.sometimes(name, line))
     return lines
 
 
