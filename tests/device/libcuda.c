@@ -59,7 +59,7 @@ static Context contexts[MOST_GPUS];
 static Memory memories[MOST];
 static Pinned pinned[MOST];
 static int memory_count, pinned_count, stream_count, owner, serial;
-static int close_failed; /* on demand: then an import that is still there is nobody's fault */
+static int freeing_failed; /* on demand: then what is still there at the end is nobody's fault */
 static __thread Context *stack[64];
 static __thread int depth;
 static char folder[512];
@@ -102,6 +102,10 @@ static CUresult injected(const char *call) {
         if (!nth || now == nth || (on && now > nth)) { say("injected %s %d", call, code); return code; }
     }
     return SUCCESS;
+}
+
+static void freeing_may_fail(const char *call) {
+    freeing_failed |= getenv("EMU_FAIL") && strstr(getenv("EMU_FAIL"), call);
 }
 
 static void lock(void) {
@@ -263,7 +267,7 @@ CUresult cuDevicePrimaryCtxRelease_v2(CUdevice device) {
     if (!gpu_at(device)) return INVALID_DEVICE;
     Context *found = &contexts[visible[device]];
     if (!found->retained) violation("cuDevicePrimaryCtxRelease of a context that is not held");
-    if (found->retained == 1 && !close_failed)
+    if (found->retained == 1 && !freeing_failed)
         for (int i = 0; i < memory_count; i++)
             if (memories[i].gpu == found->gpu && memories[i].base) violation("a context was released that still has memory");
     found->retained--;
@@ -374,6 +378,7 @@ CUresult cuMemAlloc_v2(CUdeviceptr *pointer, size_t size) {
     return code;
 }
 CUresult cuMemFree_v2(CUdeviceptr pointer) {
+    freeing_may_fail("cuMemFree_v2");
     CURRENT("cuMemFree_v2");
     lock();
     Memory *row = memory_at(pointer);
@@ -579,7 +584,7 @@ CUresult cuIpcOpenMemHandle_v2(CUdeviceptr *pointer, CUipcMemHandle in, unsigned
     return code;
 }
 CUresult cuIpcCloseMemHandle(CUdeviceptr pointer) {
-    close_failed |= getenv("EMU_FAIL") && strstr(getenv("EMU_FAIL"), "cuIpcCloseMemHandle");
+    freeing_may_fail("cuIpcCloseMemHandle");
     CURRENT("cuIpcCloseMemHandle");
     lock();
     Memory *row = memory_at(pointer);
