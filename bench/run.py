@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from bench import attaching, checkpoints, engines, machine, preloading, processes, rivals, startup, vllm
+from bench import attaching, checkpoints, engines, machine, preloading, processes, rivals, startup, vllm_start
 from bench.measure import Ratio, Section, render, say
 
 HERE = Path(__file__).resolve().parent
@@ -117,7 +117,7 @@ def measurements(given: argparse.Namespace, scratch: Path) -> dict[str, Callable
         "startup": lambda: startup.startup(given.starts),
         "tmpfs": lambda: rivals.tmpfs(large(), scratch, given.repeats),
         "loaders": lambda: rivals.loaders(large(), given.repeats),
-        "vllm": lambda: vllm.vllm(given.cache, scratch, given.repeats),
+        "vllm": lambda: vllm_start.vllm(given.cache, scratch, given.repeats),
     }
 
 

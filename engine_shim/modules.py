@@ -372,7 +372,7 @@ def restore(
         if row.same < index:
             value: torch.Tensor = bound[row.same]
         else:
-            value = _bound(slot.tensor if slot else None, tensor, row)
+            value = _bound(slot.tensor if slot else None, tensor, row, owners[row.path])
             if row.path in processed:  # post-processing drops what only loading needs
                 for name in set(vars(value)) - set(row.attributes):
                     del vars(value)[name]
@@ -404,7 +404,7 @@ def _check(
         slot = here.get((row.path, row.name))
         if row.path not in owners:
             raise Mismatch(f"the module has no {row.path}, which {contents.model!r} was published with")
-        if slot is None and row.kind == ATTRIBUTE:
+        if slot is None and (row.kind == ATTRIBUTE or _vacant(owners[row.path], row)):
             continue
         if slot is None or slot.kind != row.kind:
             raise Mismatch(f"the module has no {row.kind} {row.label}, which {contents.model!r} was published with")
@@ -422,6 +422,15 @@ def _check(
     extra = set(here) - {(row.path, row.name) for row in rows}
     if extra:
         raise Mismatch(f"{contents.model!r} was published without {'.'.join(min(extra))}, which the module has")
+
+
+def _vacant(owner: torch.nn.Module, row: SlotRow) -> bool:
+    """Whether the module has a place for a parameter that comes into being only while weights are loaded, such as a bias that
+    only some checkpoints have. What hangs on it must be values, or methods of the module itself."""
+    methods = [name for name, value in row.attributes.items() if isinstance(value, dict)]
+    empty = owner._parameters.get(row.name, _MISSING) is None
+    plain = row.kind == PARAMETER and row.cls == _PLAIN_PARAMETER
+    return empty and plain and all(callable(getattr(owner, name, None)) for name in methods)
 
 
 def _check_wrappers(contents: Manifest, module: torch.nn.Module) -> None:
@@ -461,9 +470,13 @@ def _rewrap(module: torch.nn.Module, parts: Mapping[tuple[str, str], torch.Tenso
             _put(slot.owner, slot.name, slot.kind, slot.persistent, renewed(slot))
 
 
-def _bound(old: Optional[torch.Tensor], data: torch.Tensor, row: SlotRow) -> torch.Tensor:
+def _bound(old: Optional[torch.Tensor], data: torch.Tensor, row: SlotRow, owner: torch.nn.Module) -> torch.Tensor:
     """`data` in the dress of `old`: the same object where its bytes can be exchanged, so that attributes such as an
     engine's `weight_loader` stay; a new parameter with those attributes where it was on `meta`."""
+    if old is None and row.kind == PARAMETER:
+        new = torch.nn.Parameter(data, requires_grad=row.requires_grad)
+        vars(new).update({name: getattr(owner, name) for name, value in row.attributes.items() if isinstance(value, dict)})
+        return new
     if old is None:
         return data
     if row.kind == PARAMETER and qualified(type(old)) != row.cls:  # post-processing had made a new one: so do we
