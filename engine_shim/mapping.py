@@ -141,6 +141,7 @@ def upload(flat: torch.Tensor, device: torch.device) -> torch.Tensor:
     target = torch.empty(flat.numel(), dtype=torch.uint8, device=device)
     pinned = device.type == "cuda"
     buffers = [torch.empty(min(flat.numel(), _STAGE), dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
+    new_event: Callable[..., torch.cuda.Event] = torch.cuda.Event
     sent: list[Optional[torch.cuda.Event]] = [None, None]
     for turn, start in enumerate(range(0, flat.numel(), _STAGE)):
         piece = flat[start : start + _STAGE]
@@ -150,7 +151,7 @@ def upload(flat: torch.Tensor, device: torch.device) -> torch.Tensor:
         buffer.copy_(piece)
         target[start : start + _STAGE].copy_(buffer, non_blocking=True)
         if pinned:
-            event = sent[turn % 2] = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event = sent[turn % 2] = new_event()
             event.record(torch.cuda.current_stream(device))
     for last in sent:
         if last is not None:

@@ -291,7 +291,7 @@ def _parse(raw: Any) -> Manifest:
 def _inodes(value: Any, count: int) -> list[int]:
     whole = isinstance(value, list) and all(type(number) is int and number >= 0 for number in value)
     _require(whole and len(value) in (0, count), "inodes")
-    return value  # type: ignore[no-any-return]
+    return list(value)
 
 
 def open_segment(path: Path, size: int, inode: Optional[int] = None) -> int:

@@ -125,7 +125,7 @@ def patch(module: ModuleType) -> None:
             return load()
         return _load(self, model_config, load)
 
-    load_model._ballast = True  # type: ignore[attr-defined]
+    vars(load_model)["_ballast"] = True
     original.load_model = load_model
 
 
@@ -152,7 +152,7 @@ def _telling(original: Callable[..., Any], what: str) -> Callable[..., Any]:
             with contextlib.suppress(Exception):
                 no_longer_shared(self.get_model(), what)
 
-    update._ballast = True  # type: ignore[attr-defined]
+    vars(update)["_ballast"] = True
     return update
 
 
@@ -224,6 +224,7 @@ class _Step:
 
         def load_weights(*args: Any, **kwargs: Any) -> Any:
             names.pop("load_weights", None)
+            # SGLang's models have it; the type of nn.Module does not say so.
             return self._weights(model, lambda: model.load_weights(*args, **kwargs))  # type: ignore[operator]
 
         names["load_weights"] = load_weights
