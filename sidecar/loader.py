@@ -7,6 +7,7 @@ the page cache is read past it (O_DIRECT), and what is there is dropped: the poo
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import mmap
 import os
@@ -21,11 +22,11 @@ import tenacity
 
 from engine_shim.handoff import identity, maps, posix
 from engine_shim.handoff.errors import HandoffError
+from engine_shim.handoff.hugepages import HugePages
 from engine_shim.handoff.identity import Stat
 from engine_shim.handoff.manifest import ALIGNMENT, SEGMENT_ALIGNMENT, align
 from sidecar import checkpoint, digest
 from sidecar.checkpoint import CheckpointError, TensorEntry
-from sidecar.hugepages import HugePages
 
 ATTEMPTS = 5  # of a read that fails: a network file system's hiccup is over within the seconds these take
 _BATCH = 4  # units a worker takes at a time: few enough to share the end of a file, enough to keep the queue short
@@ -205,7 +206,10 @@ class ShardLoader:
             source = Source(shard.path, fd, shard.size)
             pages = None
             if self._segment is not None:
-                pages = HugePages(self._segment, os.fstat(self._segment).st_size, self._path)
+                buffer: maps.Buffer = None
+                with contextlib.suppress(HandoffError):  # no address space: small pages will do
+                    buffer = maps.shared(self._segment, os.fstat(self._segment).st_size)
+                pages = HugePages(self._segment, buffer, self._path)
             data_start = 8 + shard.header_len
             failed = threading.Event()
 

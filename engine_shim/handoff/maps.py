@@ -22,6 +22,7 @@ HUGE_PAGE = 2 << 20
 _NONE = 0
 _FIXED = 0x10
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
+_POPULATE_WRITE = 23
 _COLLAPSE = 25
 _FAILED = ctypes.c_void_p(-1).value
 
@@ -86,6 +87,14 @@ def make_huge(buffer: Buffer, offset: int, length: int) -> bool:
     What is missing becomes zeros. Bytes that are there, or being written, stay.
     """
     return not _libc.madvise(ctypes.addressof(buffer) + offset, length, _COLLAPSE)
+
+
+def populate(buffer: Buffer) -> None:
+    """Makes a writable map's missing pages, and maps them all: one fault after the other in one call, as from Linux 5.14.
+
+    Where the kernel cannot, or the file system is full, pages are missing afterwards; the bytes that are there stay.
+    """
+    _libc.madvise(ctypes.addressof(buffer), len(buffer), _POPULATE_WRITE)
 
 
 def in_memory(buffer: Buffer, offset: int, length: int) -> float:

@@ -20,6 +20,7 @@ from typing import Any, Mapping, NamedTuple, Optional, Protocol, Sequence
 from engine_shim.handoff import manifest, maps, posix
 from engine_shim.handoff.catalog import ENGINE, ControlPage
 from engine_shim.handoff.errors import Foreign, NotFound
+from engine_shim.handoff.hugepages import HugePages
 from engine_shim.handoff.manifest import ALIGNMENT, SEGMENT_ALIGNMENT, Manifest, Tensor, align
 from engine_shim.handoff.names import TMP, PoolPaths, check_model, new_id
 from engine_shim.handoff.room import room
@@ -126,12 +127,10 @@ class Publication:
         fd = self._create(self._paths.publication_segment(self.identifier, len(self._sizes)))
         size = align(max(used, 1), SEGMENT_ALIGNMENT)
         path = self._files[-1][1]
+        os.ftruncate(fd, size)
         buffer = maps.writable(fd, size)
-        # Huge pages where the kernel makes them: a page in each, and it joins them. The engine then writes without a fault for
-        # every small page, and whoever attaches reads as quickly.
-        for offset in range(0, size, maps.HUGE_PAGE):
-            posix.allocate(fd, offset, posix.PAGE, path)
-        maps.make_huge(buffer, 0, size)
+        HugePages(fd, buffer, path).make(0, size)
+        maps.populate(buffer)  # the rest, so that the engine writes without a fault for every small page
         # In any case all pages now: a file system that turned out to be full while the engine writes would kill it (SIGBUS).
         posix.allocate(fd, 0, size, path)
         self._shared[len(self._sizes)] = buffer

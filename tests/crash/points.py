@@ -14,6 +14,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import functools
+import math
 import os
 import re
 import signal
@@ -28,7 +29,7 @@ from typing import Any
 
 import posix_ipc
 
-from engine_shim.handoff import maps, posix, semaphores
+from engine_shim.handoff import hugepages, maps, posix, semaphores
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -42,7 +43,7 @@ PRIMITIVES: dict[str, frozenset[str]] = {
         {"fchmod", "chmod", "ftruncate", "truncate", "posix_fallocate", "rename", "replace", "link", "symlink", "unlink",
          "remove", "pwrite", "pwritev", "mkfifo", "utime", "fchown", "chown"}
     ),
-    "maps": frozenset({"make_private", "make_huge"}),
+    "maps": frozenset({"make_private", "make_huge", "populate"}),
     "fcntl": frozenset({"flock", "lockf", "fcntl"}),
     "posix_ipc": frozenset({"Semaphore", "unlink_semaphore", "SharedMemory", "unlink_shared_memory"}),
     "semaphore": frozenset({"acquire", "release"}),
@@ -193,6 +194,7 @@ class _Layer:
         raise NotImplementedError
 
     def install(self) -> None:
+        hugepages.PATIENCE = math.inf  # the steps are to be the same however busy the machine is
         for module, name in _WRAPPED:
             for attribute in PRIMITIVES[name]:
                 setattr(module, attribute, self._wrap(getattr(module, attribute), f"{name}.{attribute}"))

@@ -57,7 +57,7 @@ THREAD_LOCKS = {
     "engine_shim/device.py": {"_lock"},
     "engine_shim/onboard.py": {"_lock"},
     "engine_shim/ladder.py": {"self._lock", "_pools_lock"},
-    "sidecar/hugepages.py": {"self._lock"},
+    "engine_shim/handoff/hugepages.py": {"self._lock"},
     "sidecar/pool.py": {"self._lock"},
     "sidecar/progress.py": {"self._lock"},
     "sidecar/serve.py": {"lock"},
