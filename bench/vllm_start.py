@@ -22,7 +22,7 @@ from engine_shim.handoff import catalog
 from engine_shim.handoff.catalog import ControlPage
 
 PROGRAM = Path(__file__).with_name("vllm_engine.py")
-SIZE = 2_300_000_000
+SIZE = 4_400_000_000
 ENGINES = 3
 _TIMEOUT = 600.0
 
@@ -80,7 +80,7 @@ def _start(folder: Path, pool: str | None = None, **more: str) -> dict[str, Any]
 
 
 def _checkpoint(cache: Path) -> Path:
-    folder = cache / f"vllm-{SIZE}"
+    folder = cache.absolute() / f"vllm-{SIZE}"
     if not (folder / "config.json").exists():
         building = folder.with_name(f"{folder.name}.tmp")
         shutil.rmtree(building, ignore_errors=True)
@@ -102,9 +102,10 @@ def vllm(cache: Path, scratch: Path, repeats: int) -> Section:
     section = Section(
         "A real vLLM's start",
         [
-            f"vLLM on the CPU, one process, a Llama of {nbytes / 1e9:.2f} GB in bfloat16. *Weight stage*: all between the "
-            "built model and one that is ready to run (reading or attaching, and post-processing, which packs Linear weights "
-            "into private copies unless they are used where they lie). *First token*: from the start of the process, most of "
+            f"vLLM on the CPU, one process, a Llama of {nbytes / 1e9:.2f} GB in bfloat16. *Weight stage*: all that is done "
+            "about weights: reading or attaching, post-processing (which packs Linear weights into private copies unless they "
+            "are used where they lie), and what Ballast does around them; not the building of the model, nor vLLM's two full "
+            "garbage collections, which every start has. *First token*: from the start of the process, most of "
             "which is imports. All starts give the same tokens as the same kernels from disk."
         ],
         ["start", "weight stage", "to the first token"],
