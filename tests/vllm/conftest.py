@@ -39,7 +39,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.parent == HERE:
             item.add_marker(pytest.mark.slow)
-            item.add_marker(pytest.mark.timeout(900))
+            item.add_marker(pytest.mark.timeout(3600 if FULL else 1500))  # a module's engines all run in its first test
 
 
 def engine_environment(pool: str | None = None, **more: str) -> dict[str, str]:
