@@ -171,6 +171,7 @@ class Import:
     """An opened handle: memory of another process, in the address space of this one's context, until nobody uses it."""
 
     def __init__(self, driver: Driver, ordinal: int, window: Window) -> None:
+        self.ordinal = ordinal
         self.size = window.size
         self._context = driver.context(ordinal)
         pointer = ctypes.c_uint64()

@@ -119,6 +119,8 @@ def shared_slots(module: torch.nn.Module) -> Iterator[Any]:
     """The slots of a module tree whose tensors lie in shared device memory."""
     from engine_shim import modules
 
+    if not len(_opened):
+        return
     for slot in modules.slots(modules.root(module)):
         try:
             address = slot.tensor.untyped_storage().data_ptr()
@@ -166,6 +168,12 @@ def home(captured: Captured) -> dict[str, str]:
 
 
 # How much of it counts
+
+
+def mapped(where: Gpu) -> int:
+    """Bytes on a GPU that this process has open in a holder's memory, each allocation once, as `external_weight_memory`."""
+    return sum(one.size for one in list(_opened) if one.ordinal == where.ordinal)
+
 
 _claims: dict[tuple[PoolPaths, str, int], attachment.Token] = {}
 
@@ -229,7 +237,8 @@ def _claim(paths: PoolPaths, where: Gpu, keep: int, model: str, engine: str) -> 
 
 def _unsettled(paths: PoolPaths, where: Gpu, keep: Container[int]) -> list[str]:
     """What the holders of a GPU still have to do for an engine with a claim."""
-    attached = {(r.generation, r.residency) for r in attachment.alive(paths) if r.residency.startswith(holder.DEVICE)}
+    # What another engine uses, or has asked to be kept for it, stays.
+    attached = {(r.generation, r.residency.replace(holder.CLAIM, holder.DEVICE)) for r in attachment.alive(paths)}
     found = []
     for number, page in holder.pages(paths):
         for gpu in filter(where.is_called, page.held):

@@ -43,6 +43,11 @@ class Place:
     expected: int = 1
 
 
+def looks_for_states() -> bool:
+    """Whether a published state may be used; without (BALLAST_STATE=0) the engine reads its weights itself."""
+    return os.environ.get("BALLAST_STATE", "1").strip().lower() not in ("0", "off", "no", "false")
+
+
 class Start:
     """See the module's first lines. `engine` is the engine's name as people write it. An adapter overrides what is otherwise
     in its engine: `variant`, `levels`, `check`."""
@@ -72,7 +77,7 @@ class Start:
         self._look()
 
     def _look(self) -> None:
-        if os.environ.get("BALLAST_STATE", "1").strip().lower() in ("0", "off", "no", "false"):
+        if not looks_for_states():
             return
         try:
             self.found = state.find(self.digest, self.label, self.paths, self.gpu)

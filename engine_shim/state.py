@@ -114,6 +114,17 @@ def exists(key: str, paths: Optional[PoolPaths] = None) -> bool:
     return any(_ready(g) and g.key == key for g in ladder.pool(paths).catalog().generations)
 
 
+def newest_with(parts: Mapping[str, Any], paths: Optional[PoolPaths] = None) -> Optional[str]:
+    """The key of the newest ready state whose configuration has these parts, whatever else it has."""
+    view = ladder.pool(paths)
+    for generation in sorted(filter(_ready, view.catalog().generations), key=lambda g: -g.number):
+        with contextlib.suppress(HandoffError):
+            other = view.manifest(generation).engine
+            if all(name in other and other[name] == value for name, value in parts.items()):
+                return generation.key
+    return None
+
+
 def differences(key: Mapping[str, Any], paths: Optional[PoolPaths] = None) -> Optional[str]:
     """Why no published state fits: in what the nearest one differs. None if there is no state at all."""
     view = ladder.pool(paths)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, Iterator, Mapping, Optional, Sequence
 
 from engine_shim.handoff import posix
-from engine_shim.handoff.errors import Damaged, HandoffError, NotFound
+from engine_shim.handoff.errors import Damaged, Foreign, HandoffError, NotFound
 from engine_shim.handoff.manifest import DeviceCopy, device_row, parse_device
 from engine_shim.handoff.names import PoolPaths, new_id, temporary
 
@@ -105,9 +105,13 @@ class Watch:
     """An eye on one holder's life, on its record, which may be unlinked meanwhile."""
 
     def __init__(self, paths: PoolPaths, identifier: str) -> None:
-        """Raises NotFound if the holder is gone, or its record a stranger's."""
+        """Raises NotFound if the holder is gone, or Foreign if he is not of this process's user."""
         self.identifier = identifier
-        self._fd = posix.open_existing(paths.holder(identifier))
+        try:
+            self._fd = posix.open_existing(paths.holder(identifier))
+        except Foreign:
+            # Also in a pool that is shared with a group: what a handle opens can be written to.
+            raise Foreign("its holder is another user's: run holder and engine as one user to map it") from None
 
     @property
     def alive(self) -> bool:

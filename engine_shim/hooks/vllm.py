@@ -94,13 +94,10 @@ def _loader(original: Any) -> Any:
             return _load(self, vllm_config, model_config, prefix, by_vllm)
 
         def get_external_weight_memory(self, vllm_config: Any) -> int:
-            settings, paths, config = Settings.read(), PoolPaths.from_environment(), vllm_config.model_config
-
-            def digest() -> str:
-                weights = _weights(self, config, settings, ladder.pool(paths))
-                return modules.key_digest(key(vllm_config, config, "", weights.digest))
-
-            return 0 if settings.mode == "off" else vllm_device.external(digest, paths)
+            settings, paths = Settings.read(), PoolPaths.from_environment()
+            if settings.mode == "off" or not start.looks_for_states():
+                return 0
+            return vllm_device.external(vllm_config, lambda: _expected(self, vllm_config, settings, paths), paths)
 
         def create_model(self, *args: Any, **kwargs: Any) -> Any:
             # What is mapped takes its place: to allocate it first would need the memory of a GPU twice.
@@ -224,6 +221,9 @@ class _Start(start.Start, _Step):
         self.variant = "zero-copy" if self.zero_copy else "packed"
         self.remark = ", used where it lies, without packing" if self.zero_copy else ""
         self.gpu = vllm_device.gpu()
+        if self.gpu is not None:
+            vllm_device.check(vllm_config)
+        self.eager = bool(vllm_config.model_config.enforce_eager)
         self._undo: list[Callable[[], None]] = []
         super().__init__(settings, "vLLM", weights.model, found, place, paths)
 
@@ -309,7 +309,7 @@ class _Start(start.Start, _Step):
 
     def attached(self, model: torch.nn.Module, found: Found) -> None:
         super().attached(model, found)
-        vllm_device.guard(found.segments)
+        vllm_device.guard(model, found.segments, self.eager)
 
     def _unwrap(self) -> None:
         while self._undo:
@@ -430,6 +430,27 @@ def key(vllm_config: Any, model_config: Any, prefix: str, checkpoint: str) -> di
         }
     except (TypeError, ValueError, AttributeError) as error:
         raise Mismatch(f"this engine's configuration cannot be written down ({type(error).__name__}: {error})") from error
+
+
+# What a draft's key has that is known only once vLLM loads it, since it gives a draft a configuration of its own.
+_LATER = ("prefix", "quantization_config", "parallel", "kernels")
+
+
+def _expected(loader: Any, vllm_config: Any, settings: Settings, paths: PoolPaths) -> list[str]:
+    """The keys of the states that this rank will look for, as far as that can be told before anything is loaded: the target's,
+    and of a draft model the newest state that fits in all that is known. What was guessed wrong is put right afterwards."""
+    pool, target = ladder.pool(paths), vllm_config.model_config
+    found = [modules.key_digest(key(vllm_config, target, "", _weights(loader, target, settings, pool).digest))]
+    if _loads_a_draft(vllm_config.speculative_config):
+        draft = vllm_config.speculative_config.draft_model_config
+        try:
+            parts = key(vllm_config, draft, "", _weights(loader, draft, settings, pool).digest)
+            fits = state.newest_with({name: part for name, part in parts.items() if name not in _LATER}, paths)
+        except (HandoffError, RuntimeError, OSError) as error:
+            log.info("of a draft model nothing is counted as lying on the GPU already: %s", error)
+        else:
+            found += [fits] if fits is not None else []
+    return found
 
 
 def _role(vllm_config: Any, model_config: Any) -> str:

@@ -1,20 +1,28 @@
 """vLLM on a GPU: which one this worker has, what of its budget lies there already, and who must not write to it.
 
-Apart from `vllm.py`, which knows keys and ladders, so that what depends on device memory is in one place. Not yet run on a GPU.
+Apart from `vllm.py`, which knows keys and ladders, so that what depends on device memory is in one place. Not yet run on a GPU;
+`tests/vllm/test_device.py` runs it with vLLM's own code over the emulated driver.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-from typing import Any, Callable, Optional
+import weakref
+from typing import Any, Callable, Iterator, Mapping, Optional, Sequence
 
 import torch
 
 from engine_shim import device, onboard
+from engine_shim.handoff.errors import Mismatch
 from engine_shim.handoff.names import PoolPaths
 
 log = logging.getLogger("ballast")
+
+# What a worker can be asked that writes weights in place: also the first step of an update, which takes the places to write to.
+_WRITERS = ("reload_weights", "start_weight_update", "start_draft_weight_update", "update_weights", "reset_weights")
+# What sleeping at level 2 sets aside, and waking up copies back over the weights.
+_SET_ASIDE = ("_sleep_saved_buffers", "_sleep_saved_parameters", "_sleep_saved_draft_buffers")
 
 
 def gpu() -> Optional[device.Gpu]:
@@ -24,41 +32,141 @@ def gpu() -> Optional[device.Gpu]:
     return device.gpu(torch.cuda.current_device()) if current_platform.is_cuda() else None
 
 
-def external(key: Callable[[], str], paths: PoolPaths) -> int:
-    """For `get_external_weight_memory`: bytes of this rank's state that lie on its GPU in a holder's memory. vLLM asks in the
+def check(vllm_config: Any) -> None:
+    """Raises Mismatch if this engine writes to its weights while it runs, so that it cannot share a GPU's memory."""
+    if getattr(vllm_config.parallel_config, "enable_eplb", False):
+        raise Mismatch("its load balancer (--enable-eplb) moves experts about in place, which other engines would share")
+
+
+# How much of the budget lies there already
+
+_told: dict[int, int] = {}  # GPU -> bytes that vLLM has taken off its budget
+
+
+def external(vllm_config: Any, keys: Callable[[], Sequence[str]], paths: PoolPaths) -> int:
+    """For `get_external_weight_memory`: bytes of this rank's states that lie on its GPU in a holder's memory. vLLM asks in the
     worker, once its groups are there and before it measures free memory, and takes them off what it may allocate itself.
 
-    Never raises: 0 means that the engine holds its own weights.
+    That is a forecast: a draft's state may turn out to be another, or a handle not open. So before vLLM sizes its cache, what
+    it was told is replaced by what is mapped indeed. Never raises: 0 means that the engine holds its own weights.
     """
+    where, found = None, 0
     try:
         where = gpu()
-        return 0 if where is None else onboard.external_weight_memory([key()], where, "vllm", paths)
+        if where is not None:
+            check(vllm_config)
+            found = onboard.external_weight_memory(keys(), where, "vllm", paths)
     except Exception as error:
         log.info("no weights are counted as lying on the GPU already: %s", error)
         log.debug("the whole story", exc_info=True)
-        return 0
+    if where is not None:
+        _told[where.ordinal] = found
+        _patch("determine_available_memory", _exact)
+    return found
 
 
-def guard(segments: object) -> None:
-    """After a state was bound from `segments`: has vLLM's weight updates leave shared device memory alone."""
-    if not isinstance(segments, device.Copy):
-        return
+def _exact(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def determine_available_memory(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            where = gpu()
+            if where is not None:
+                mapped, told = onboard.mapped(where), _told.get(where.ordinal, 0)
+                if mapped != told:
+                    log.info("%d bytes of weights were expected to be mapped on this GPU, and %d are", told, mapped)
+                self.requested_memory += told - mapped
+                _told[where.ordinal] = mapped
+        except Exception as error:
+            log.warning("the bytes that are mapped on this GPU cannot be counted: %s", error)
+        return original(self, *args, **kwargs)
+
+    return determine_available_memory
+
+
+def _patch(name: str, wrapped: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Wraps a method of vLLM's worker, once. One that this vLLM has not is left out."""
     from vllm.v1.worker.gpu_worker import Worker
 
-    for name in ("reload_weights", "update_weights"):
-        original = getattr(Worker, name)
-        if not hasattr(original, "__wrapped__"):
-            setattr(Worker, name, _guarded(original))
+    original = vars(Worker).get(name)
+    if original is not None and not getattr(original, "_ballast", False):
+        made = wrapped(original)
+        vars(made)["_ballast"] = True
+        setattr(Worker, name, made)
+
+
+# Who must not write to it
+
+
+def guard(model: torch.nn.Module, segments: object, eager: bool) -> None:
+    """After a state was bound from `segments`: has whatever writes weights leave shared device memory alone. `eager`: no CUDA
+    graphs are captured."""
+    if not isinstance(segments, device.Copy):
+        return
+    for name in _WRITERS:
+        _patch(name, _guarded)
+    _patch("wake_up", _waking)
+    _patch("determine_available_memory", _exact)
+    # A worker's extension, as reinforcement learning brings one, calls the model itself.
+    own, reference, loads = vars(model), weakref.ref(model), getattr(type(model), "load_weights", None)
+    if loads is not None:
+
+        @functools.wraps(loads)
+        def load_weights(*args: Any, **kwargs: Any) -> Any:
+            written = reference()
+            if written is not None:
+                _before_writing("load_weights", [written], eager)
+            return loads(written, *args, **kwargs)
+
+        own["load_weights"] = load_weights
+
+
+def _models(worker: Any) -> list[torch.nn.Module]:
+    """Target and draft."""
+    draft = getattr(worker, "get_draft_model", lambda: None)()
+    return [worker.model_runner.get_model(), *([] if draft is None else [draft])]
+
+
+def _before_writing(what: str, models: Sequence[torch.nn.Module], eager: bool) -> None:
+    """What these models share becomes private. Raises Mismatch where that will not do."""
+    for model in models:
+        if not eager:  # captured CUDA graphs remember addresses: they would go on with the old weights, without a word
+            onboard.refuse_writes(model, what, "start the engine with BALLAST_STATE=0, or with --enforce-eager")
+        elif nbytes := onboard.make_private(model):
+            log.info("%s is about to write to weights: %d bytes that were shared are private now", what, nbytes)
 
 
 def _guarded(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def update(self: Any, *args: Any, **kwargs: Any) -> Any:
-        model = self.model_runner.get_model()
-        if self.vllm_config.model_config.enforce_eager:
-            log.info("weights are updated: %d bytes are made private first", onboard.make_private(model))
-        else:  # captured CUDA graphs remember addresses: they would go on with the old weights, without a word
-            onboard.refuse_writes(model, "a weight update", "start the engine with BALLAST_STATE=0, or with --enforce-eager")
+    def write(self: Any, *args: Any, **kwargs: Any) -> Any:
+        _before_writing(original.__name__, _models(self), bool(self.vllm_config.model_config.enforce_eager))
         return original(self, *args, **kwargs)
 
-    return update
+    return write
+
+
+def _waking(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Sleep takes from a GPU what vLLM's own allocator has there, and nothing else: what is mapped stays, and is what it was.
+    So nothing has to be copied back over it, and must not."""
+
+    @functools.wraps(original)
+    def wake_up(self: Any, *args: Any, **kwargs: Any) -> Any:
+        shared = {id(slot.tensor) for model in _models(self) for slot in onboard.shared_slots(model)}
+        if shared:
+            for attribute, tensors in zip(_SET_ASIDE, _named(self)):
+                kept = getattr(self, attribute, None) or {}
+                for name in [name for name in kept if id(tensors.get(name)) in shared]:
+                    del kept[name]
+        return original(self, *args, **kwargs)
+
+    return wake_up
+
+
+def _named(worker: Any) -> Iterator[Mapping[str, torch.Tensor]]:
+    """The tensors of the target, and of the draft, by the names under which a worker sets them aside."""
+    target, *drafts = _models(worker)
+    yield dict(target.named_buffers())
+    parameters: dict[str, torch.Tensor] = dict(target.named_parameters())
+    for draft in drafts:
+        parameters.update((f"draft.{name}", parameter) for name, parameter in draft.named_parameters())
+    yield parameters
+    yield {name: buffer for draft in drafts for name, buffer in draft.named_buffers()}

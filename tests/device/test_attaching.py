@@ -14,7 +14,7 @@ from engine_shim.handoff.manifest import DeviceCopy, Window
 from tests.checkpoints import Checkpoint, entry
 from tests.crash.instrumented import HOLDING, hold, instrumented, release
 from tests.device import gpu_side
-from tests.device.emulated import MIB, A, B, M, Machine, contents, resident, until
+from tests.device.emulated import MIB, A, B, M, Machine, contents, resident, the_holder, until
 from tests.never_wrong import engine_side
 from tests.processes import Sidecar, ballast, environment
 
@@ -283,6 +283,13 @@ def test_a_handle_of_another_life_is_not_opened(machine: Machine, pool_name: str
             with machine.engine(pool_name) as engine:
                 assert engine(gpu_side.open_on, "cuda:0", "model") == engine(engine_side.load, "open", "model")
                 engine.says("was withdrawn just now")
+                assert not machine.log("open", engine.pid)
+            page.write_text(json.dumps(row))
+            os.kill(the_holder(sidecar.paths), 9)
+            assert contents(sidecar.paths).devices  # type: ignore[union-attr]
+            with machine.engine(pool_name) as engine:
+                assert engine(gpu_side.open_on, "cuda:0", "model") == engine(engine_side.load, "open", "model")
+                engine.says("the holder of the copy on " + A + " is gone")
                 assert not machine.log("open", engine.pid)
         finally:
             os.kill(sidecar.pid, 18)

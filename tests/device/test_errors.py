@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -17,6 +18,7 @@ from tests.checkpoints import Checkpoint, entry
 from tests.device import gpu_side
 from tests.device.emulated import A, Machine, contents, resident, until
 from tests.never_wrong import engine_side
+from tests.ownership.actors import GROUP, MEMBER, become
 from tests.processes import Sidecar, ballast, environment
 
 
@@ -81,6 +83,23 @@ def test_of_an_engine_in_another_pid_namespace(served: tuple[Machine, Sidecar]) 
     with machine.engine(sidecar.paths.pool, EMU_PIDNS="1") as engine:
         assert engine(gpu_side.open_on, "cuda:0", "model") == engine(engine_side.load, "open", "model")
         assert "share one PID namespace" in engine.says("is copied from host memory")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be other users: run the tests as root")
+def test_of_another_user_of_a_pool_shared_with_a_group(machine: Machine, pool_name: str, folder: Path) -> None:
+    """Handles are the owner's alone, since what they open can be written to: members get host memory, and are told why."""
+    machine.folder.chmod(0o777)
+    with machine.sidecar(pool_name, folder, args=("--device", A, "--group", str(GROUP))) as sidecar:
+        resident(sidecar.paths, 1, {A})
+        with machine.engine(pool_name) as member, machine.engine(pool_name) as same_user:
+            member(become, MEMBER, [GROUP])
+            truth = same_user(gpu_side.open_on, "cuda:0", "model")
+            assert machine.log("open", same_user.pid)
+            assert member(gpu_side.open_on, "cuda:0", "model") == truth
+            assert "its holder is another user's" in member.says("is copied from host memory")
+            assert not machine.log("open", member.pid)
+            residencies = {r.residency for r in attachment.alive(sidecar.paths)}
+            assert residencies == {"host", f"cuda:{A}"}
 
 
 HOLDER_CALLS = ["cuMemAlloc_v2:2@2"]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -19,7 +17,9 @@ UTILIZATION = 0.9  # of vLLM
 
 def room_for_cache(total: int, external: int, free_before: int, free_after: int, peak: int = 0) -> int:
     """What vLLM 0.32 gives its KV cache: `request_memory` (v1/worker/utils.py) less `memory_profiling`'s
-    `non_kv_cache_memory` (utils/mem_utils.py), which is what became less free since the engine began, and the peak."""
+    `non_kv_cache_memory` (utils/mem_utils.py), which is what became less free since the engine began, and the peak.
+
+    With vLLM's own code: tests/vllm/test_device.py."""
     requested = math.ceil(total * UTILIZATION) - external
     assert free_before >= requested > 0, "vLLM would refuse to start"
     assert free_before >= free_after, "vLLM would say 'Error in memory profiling'"
@@ -51,27 +51,6 @@ def test_mapped_weights_count_exactly_once(machine: Machine, pool_name: str, fol
         engine(gpu_side.allocate, "cuda:1", weights)
         loaded = room_for_cache(total, 0, free, engine(gpu_side.memory, "cuda:1")[0])
     assert mapped == loaded == math.ceil(64 * MIB * UTILIZATION) - weights
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_the_arithmetic_is_vllms() -> None:
-    python = os.environ.get("BALLAST_TEST_VLLM_PYTHON")
-    if not python:
-        pytest.skip("set BALLAST_TEST_VLLM_PYTHON to the interpreter of an environment with vLLM")
-    program = (
-        "from types import SimpleNamespace as N\nfrom pathlib import Path\nimport vllm\n"
-        "from vllm.v1.worker.utils import request_memory\n"
-        "snapshot = N(total_memory=1000 << 20, free_memory=700 << 20, device_='cuda:0')\n"
-        "print(request_memory(snapshot, N(gpu_memory_utilization=0.9), 300 << 20))\n"
-        "def source(*parts): return ' '.join(Path(vllm.__file__).parent.joinpath(*parts).read_text().split())\n"
-        "assert 'self.requested_memory - profile_result.non_kv_cache_memory' in source('v1', 'worker', 'gpu_worker.py')\n"
-        "memory = source('utils', 'mem_utils.py')\n"
-        "assert 'result.before_create.free_memory - result.after_profile.free_memory' in memory\n"
-    )
-    done = subprocess.run([python, "-c", program], capture_output=True, text=True, timeout=550)
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout.split()[-1]) == room_for_cache(1000 << 20, 300 << 20, 700 << 20, 700 << 20)
 
 
 def test_a_starting_engine_finds_room_and_nothing_changes_while_it_measures(
@@ -108,6 +87,20 @@ def test_what_is_in_use_stays(machine: Machine, pool_name: str, folder: Path) ->
                 assert another(gpu_side.open_on, "cuda:0", "model") == truth
                 assert machine.log("open", another.pid)
         resident(sidecar.paths, 1, {A})
+
+
+@pytest.mark.slow
+def test_what_another_engine_has_claimed_is_not_waited_for(machine: Machine, pool_name: str, folder: Path) -> None:
+    """It is kept for that one, which may attach yet, and the next engine measures without it."""
+    with machine.sidecar(pool_name, folder, args=("--device", A)) as sidecar:
+        sidecar.ready("model")
+        with machine.engine(pool_name) as one, machine.engine(pool_name) as other:
+            one(gpu_side.publish, "model", A)
+            weights = sum(resident(sidecar.paths, 2, {A}).segments)
+            assert one(gpu_side.external, [one(gpu_side.state_key, "model")], "cuda:0") == weights
+            assert other(gpu_side.external, [], "cuda:0") == 0
+            assert not [line for line in other.lines if "is not as this engine wants it" in line]
+            assert machine.used(A) == weights
 
 
 # What `ballast doctor` is told
