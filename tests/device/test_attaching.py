@@ -70,6 +70,9 @@ def test_one_gpu_of_two_and_a_mig_instance(libcuda: Path, pool_name: str, folder
                 # Where there is no copy: from host memory, and one line says so.
                 assert engine(gpu_side.open_on, "cuda:0", "model", "copied") == truth
                 assert "is copied from host memory" in engine.says("has no copy on")
+            # Nor does the holder touch the other one; the sidecar touches none.
+            assert machine.log("context", the_holder(sidecar.paths)) == [f"context {M}"]
+            assert not machine.log("context", sidecar.pid)
     finally:
         machine.close()
 

@@ -16,6 +16,7 @@ from engine_shim.handoff import attachment, holder
 from engine_shim.handoff.catalog import READY
 from tests.checkpoints import Checkpoint, entry
 from tests.conftest import left_behind
+from tests.crash.instrumented import instrumented
 from tests.device import gpu_side
 from tests.device.emulated import A, B, Machine, contents, ended, gone, resident, the_holder, until
 from tests.never_wrong import engine_side
@@ -113,9 +114,29 @@ def test_the_exit_code_of_an_engine_whose_memory_is_lost(machine: Machine, pool_
         assert "BALLAST_ON_SIDECAR_LOSS" in said
 
 
-def test_what_an_engine_has_open_is_freed_only_once_it_is_gone(machine: Machine, pool_name: str, folder: Path) -> None:
+# A holder that looks for attachments while a copy that it withdraws is on its page still: an engine could take it, unseen.
+WATCHED = """
+import sys
+from engine_shim.handoff import holder
+from sidecar.holder import Holder
+
+look = Holder._attachments
+
+def attachments(self):
+    for held in self._held.values():
+        if held.withdrawn and held.copy in holder.read(self.paths, self.identifier, held.generation, held.sizes).copies:
+            print("looks too early", file=sys.stderr)
+    return look(self)
+
+Holder._attachments = attachments
+"""
+
+
+def test_what_an_engine_has_open_is_freed_only_once_it_is_gone(
+    machine: Machine, pool_name: str, folder: Path, tmp_path: Path
+) -> None:
     """New weights come: the old copy stays for whoever has it, and nobody new gets it."""
-    with machine.sidecar(pool_name, folder, args=ONE) as sidecar:
+    with machine.sidecar(pool_name, folder, args=ONE, **instrumented(tmp_path, WATCHED)) as sidecar:
         old = resident(sidecar.paths, 1, {A})
         with machine.engine(pool_name) as engine:
             truth = engine(gpu_side.open_on, "cuda:0", "model")
@@ -131,6 +152,7 @@ def test_what_an_engine_has_open_is_freed_only_once_it_is_gone(machine: Machine,
             engine(gpu_side.forget)
         until(lambda: machine.used(A) == sum(new.segments), "the old copy is freed")
         assert sidecar.catalog.get(1).state == READY  # type: ignore[union-attr]  # in host memory it stays
+        assert "looks too early" not in sidecar.log
 
 
 @pytest.mark.slow
