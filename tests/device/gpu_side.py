@@ -13,6 +13,7 @@ import torch
 
 import engine_shim
 from engine_shim import device, ladder, onboard
+from engine_shim.handoff import attachment
 from engine_shim.handoff.names import PoolPaths
 from tests.never_wrong.engine_side import Plain, fingerprints
 from tests.never_wrong.forked import KEPT
@@ -160,6 +161,19 @@ def on_loss(path: str) -> None:
             file.write(line + "\n")
 
     onboard.on_loss(write)
+
+
+def note_closing(path: str) -> None:
+    """From now on, whenever a handle is closed, a file gets a line that says whether a lease of the memory is still held."""
+    close, paths = device._close, PoolPaths.from_environment()
+
+    def noting(*arguments: Any) -> None:
+        leased = any(record.residency.startswith("cuda:") for record in attachment.alive(paths))
+        with open(path, "a") as file:
+            file.write("leased\n" if leased else "not leased\n")
+        close(*arguments)
+
+    device._close = noting
 
 
 def settings(**changes: str) -> None:

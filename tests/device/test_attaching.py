@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from engine_shim import device
 from engine_shim.handoff import attachment, holder, manifest
 from engine_shim.handoff.errors import Damaged, DeviceError
 from engine_shim.handoff.manifest import DeviceCopy, Window
@@ -78,8 +80,9 @@ def test_one_gpu_of_two_and_a_mig_instance(libcuda: Path, pool_name: str, folder
 
 
 def test_the_lease_lasts_as_long_as_a_tensor_and_handles_are_closed_before_it_ends(
-    machine: Machine, pool_name: str, folder: Path
+    machine: Machine, pool_name: str, folder: Path, tmp_path: Path
 ) -> None:
+    closing = tmp_path / "closing"
     with machine.sidecar(pool_name, folder) as sidecar:
         resident(sidecar.paths, 1, {A, B})
 
@@ -87,6 +90,7 @@ def test_the_lease_lasts_as_long_as_a_tensor_and_handles_are_closed_before_it_en
             return [r.residency for r in attachment.alive(sidecar.paths)]
 
         with machine.engine(pool_name) as engine:
+            engine(gpu_side.note_closing, str(closing))
             engine(gpu_side.open_on, "cuda:0", "model")
             assert leases() == [f"cuda:{A}"]
             engine(gpu_side.keep_one_tensor)
@@ -96,6 +100,7 @@ def test_the_lease_lasts_as_long_as_a_tensor_and_handles_are_closed_before_it_en
             until(lambda: not leases(), "the lease ends")
             assert len(machine.log("close", engine.pid)) == 2
         with machine.engine(pool_name) as engine:  # the program ends while it uses them
+            engine(gpu_side.note_closing, str(closing))
             engine(gpu_side.open_on, "cuda:1", "model")
             engine.start(gpu_side.leave)
             engine.wait()
@@ -103,6 +108,7 @@ def test_the_lease_lasts_as_long_as_a_tensor_and_handles_are_closed_before_it_en
             what = [line.split()[0] for line in machine.log("", engine.pid)]
             assert what == ["context", "open", "open", "close", "close", "released"]
             until(lambda: not leases(), "the lease ends")
+        assert closing.read_text().split("\n") == ["leased"] * 4 + [""]
 
 
 def test_states_of_engines_go_to_their_gpu_only_and_take_the_place_of_the_checkpoint(
@@ -272,6 +278,12 @@ def test_hostile_copies_are_refused(change: dict[str, object], monkeypatch: pyte
     monkeypatch.setattr(manifest, "device_row", lambda copy: row)
     with pytest.raises(Damaged):
         manifest.decode(manifest.encode(a_manifest(devices=(COPY,))), Path("m"))
+
+
+def test_a_segment_may_lie_behind_the_start_of_what_its_handle_opens() -> None:
+    gpu, row = device.Gpu(0, A, "", 0), SimpleNamespace(segment=0, offset=512)
+    copy = device.Copy(gpu, COPY.segments, [SimpleNamespace(pointer=1 << 40)])  # type: ignore[list-item]
+    assert copy.address(row) == (1 << 40) + 2 * MIB + 512  # type: ignore[arg-type]
 
 
 def test_a_handle_of_another_life_is_not_opened(machine: Machine, pool_name: str, folder: Path) -> None:

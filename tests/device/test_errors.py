@@ -15,6 +15,7 @@ from engine_shim.handoff import attachment
 from engine_shim.handoff.names import PoolPaths
 from sidecar import cuda
 from tests.checkpoints import Checkpoint, entry
+from tests.crash.instrumented import instrumented
 from tests.device import gpu_side
 from tests.device.emulated import A, Machine, contents, resident, until
 from tests.never_wrong import engine_side
@@ -123,9 +124,10 @@ MORE_HOLDER_CALLS = [
 @pytest.mark.parametrize(
     "call", [*HOLDER_CALLS, *(pytest.param(call, marks=pytest.mark.slow) for call in MORE_HOLDER_CALLS)]
 )
-def test_of_a_holder(machine: Machine, pool_name: str, folder: Path, call: str) -> None:
+def test_of_a_holder(machine: Machine, pool_name: str, folder: Path, call: str, tmp_path: Path) -> None:
     """Fails once: said, served from host memory, tried again, and there."""
-    with machine.sidecar(pool_name, folder, args=("--device", A), EMU_FAIL=call) as sidecar:
+    soon = instrumented(tmp_path, "import sidecar.holder\nsidecar.holder._AGAIN = 0.5\n")
+    with machine.sidecar(pool_name, folder, args=("--device", A), EMU_FAIL=call, **soon) as sidecar:
         sidecar.ready("model")
         if not call.startswith("cuMemFree"):
             line = sidecar.says("is served from host memory")

@@ -156,8 +156,9 @@ def test_what_an_engine_has_open_is_freed_only_once_it_is_gone(
 
 
 @pytest.mark.slow
-def test_the_pool_is_removed_under_an_engine(machine: Machine, pool_name: str, folder: Path) -> None:
-    with machine.sidecar(pool_name, folder, args=ONE) as sidecar:
+def test_the_pool_is_removed_under_an_engine(machine: Machine, pool_name: str, folder: Path, tmp_path: Path) -> None:
+    soon = instrumented(tmp_path, "import sidecar.residency\nsidecar.residency._END = 0.5\n")
+    with machine.sidecar(pool_name, folder, args=ONE, **soon) as sidecar:
         resident(sidecar.paths, 1, {A})
         pid = the_holder(sidecar.paths)
         with machine.engine(pool_name) as engine:
