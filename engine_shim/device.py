@@ -33,7 +33,7 @@ LIBRARY = "libcuda.so.1"
 _LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS: the one flag there is, and it must be given
 
 # CUdevice_attribute and CUresult of cuda.h, as far as they are needed.
-_COMPUTE_MODE, _UNIFIED_ADDRESSING = 20, 41
+_COMPUTE_MODE, _UNIFIED_ADDRESSING, _IPC_EVENT_SUPPORTED = 20, 41, 125
 _PROHIBITED, _EXCLUSIVE_PROCESS = 2, 3
 REMEDIES = {
     1: "the handle is of a GPU that this process does not see: give both containers the same GPU",
@@ -101,13 +101,16 @@ class Driver:
         return [self._gpu(ordinal) for ordinal in range(number.value)]
 
     def _gpu(self, ordinal: int) -> Gpu:
-        name, plain, own = ctypes.create_string_buffer(128), (ctypes.c_ubyte * 16)(), (ctypes.c_ubyte * 16)()
+        name, own = ctypes.create_string_buffer(128), (ctypes.c_ubyte * 16)()
         total = ctypes.c_size_t()
         self.call("cuDeviceGetName", name, len(name), ordinal)
         self.call("cuDeviceTotalMem_v2", ctypes.byref(total), ordinal)
         self.call("cuDeviceGetUuid_v2", own, ordinal)
-        self.call("cuDeviceGetUuid", plain, ordinal)
-        # The older call tells of the GPU, the newer of the instance where the GPU is divided: so they differ there.
+        # The older call tells of the GPU, the newer of the instance where the GPU is divided: so they differ there. Where a
+        # driver has the older one no more, the prefix is a guess, and nothing is looked up by that.
+        plain = (ctypes.c_ubyte * 16)(*own)
+        with contextlib.suppress(DeviceError):
+            self.call("cuDeviceGetUuid", plain, ordinal)
         prefix = "GPU" if bytes(plain) == bytes(own) else "MIG"
         return Gpu(ordinal, f"{prefix}-{uuid.UUID(bytes=bytes(own))}", name.value.decode(), total.value)
 
@@ -374,6 +377,8 @@ def _ask(one: Gpu, say: Any) -> None:
     label = f"cuda:{one.ordinal}"
     try:
         shares = driver().attribute(_UNIFIED_ADDRESSING, one.ordinal)
+        with contextlib.suppress(DeviceError):  # which NVIDIA names as the test for sharing; older drivers do not know it
+            shares = shares and driver().attribute(_IPC_EVENT_SUPPORTED, one.ordinal)
         mode = driver().attribute(_COMPUTE_MODE, one.ordinal)
     except DeviceError as error:
         text, _, remedy = str(error).partition(": ")

@@ -106,7 +106,7 @@ class Gpu:
                 self._upload_registered(pointer, fd, size, stop)
                 return
             except DeviceError as error:
-                if error.code not in (1, 2, 304, 801):
+                if error.code not in (1, 2, 304, 800, 801):
                     raise  # otherwise: this machine cannot pin shared pages; in pieces it can
         self._upload_staged(pointer, fd, size, stop)
 

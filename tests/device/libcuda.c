@@ -222,7 +222,7 @@ CUresult cuDeviceGetUuid_v2(CUuuid *uuid, CUdevice device) {
 CUresult cuDeviceGetAttribute(int *value, int attribute, CUdevice device) {
     START("cuDeviceGetAttribute");
     if (!gpu_at(device)) return INVALID_DEVICE;
-    *value = attribute == 41 ? !getenv("EMU_NO_IPC")                          /* UNIFIED_ADDRESSING */
+    *value = attribute == 41 ? 1                                              /* UNIFIED_ADDRESSING: also where IPC is not */
            : attribute == 125 ? !getenv("EMU_NO_IPC")                         /* IPC_EVENT_SUPPORTED */
            : attribute == 113 ? !getenv("EMU_NO_READ_ONLY_REGISTER")          /* READ_ONLY_HOST_REGISTER_SUPPORTED */
            : attribute == 20 ? (getenv("EMU_EXCLUSIVE") ? 3 : 0)              /* COMPUTE_MODE */

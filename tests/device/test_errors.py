@@ -50,6 +50,7 @@ def served(libcuda: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         ("cuIpcCloseMemHandle:400", ""),
         ("cuCtxSynchronize:700", ""),
         ("cuDevicePrimaryCtxRelease_v2:4", ""),
+        ("cuDeviceGetUuid:801", ""),
     ],
 )
 def test_of_an_engine(served: tuple[Machine, Sidecar], call: str, line: str) -> None:
