@@ -859,6 +859,7 @@ def main() -> int:
 
     assert safetensors and torch and engine_shim.api
     check = Check(options)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # whoever stops it early gets a clean machine, and the rows so far
     try:
         check.everything()
     finally:

@@ -18,11 +18,11 @@ import logging
 import os
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Callable, Mapping, Optional
+from typing import Any, Callable, Container, Mapping, Optional
 
 import torch
 
-from engine_shim import ladder, modules, parity, start, state, weight_files
+from engine_shim import ladder, modules, onboard, parity, start, state, weight_files
 from engine_shim.handoff.errors import HandoffError, Mismatch, NotFound
 from engine_shim.handoff.names import PoolPaths
 from engine_shim.hooks import vllm_device
@@ -237,6 +237,8 @@ class _Start(start.Start, _Step):
         result = super().weights(model, by_engine)
         if self.found is not None:
             self._mark_processed(model, self.found.processed)
+            if vllm_device.mapped(self.found.segments):
+                self._own_before_processing(model, self.found.processed)
         elif self.keeper is not None:
             self._keep_processed(model, self.keeper)
         if self.zero_copy:
@@ -267,6 +269,20 @@ class _Start(start.Start, _Step):
             return process
 
         self._wrap_processing(model, paths, skipping)
+
+    def _own_before_processing(self, model: torch.nn.Module, processed: Container[str]) -> None:
+        """Modules that were captured before their post-processing get memory of their own for it: it may write in place, and
+        what is mapped on a GPU is everybody's."""
+
+        def owning(original: Callable[[Any], None]) -> Callable[[Any], None]:
+            def process(layer: Any) -> None:
+                onboard.make_private(layer)
+                original(layer)
+
+            return process
+
+        own = [path for path, module in model.named_modules() if path not in processed and vllm_device.transforms(module)]
+        self._wrap_processing(model, own, owning)
 
     def _keep_processed(self, model: torch.nn.Module, keeper: Keeper) -> None:
         """Modules that are captured after their post-processing are, each as soon as it is done."""

@@ -97,10 +97,24 @@ def _patch(name: str, wrapped: Callable[[Callable[..., Any]], Callable[..., Any]
 # Who must not write to it
 
 
+def mapped(segments: object) -> bool:
+    """Whether what is bound from these lies in memory that other engines share."""
+    return isinstance(segments, device.Copy)
+
+
+def transforms(module: torch.nn.Module) -> bool:
+    """Whether vLLM's post-processing does something to this module's weights."""
+    from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+
+    method = getattr(module, "quant_method", None)
+    nothing = QuantizeMethodBase.process_weights_after_loading
+    return isinstance(method, QuantizeMethodBase) and type(method).process_weights_after_loading is not nothing
+
+
 def guard(model: torch.nn.Module, segments: object, eager: bool) -> None:
     """After a state was bound from `segments`: has whatever writes weights leave shared device memory alone. `eager`: no CUDA
     graphs are captured."""
-    if not isinstance(segments, device.Copy):
+    if not mapped(segments):
         return
     for name in _WRITERS:
         _patch(name, _guarded)

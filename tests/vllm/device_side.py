@@ -156,6 +156,40 @@ class Mapped(torch.nn.Module):
             parameter.data.fill_(1)
 
 
+def in_place() -> Any:
+    """A method of quantisation that writes to the weights themselves after loading, as requantising does."""
+    from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+
+    class InPlace(QuantizeMethodBase):
+        def create_weights(self, layer: torch.nn.Module, *_: Any, **__: Any) -> None:
+            pass
+
+        def apply(self, layer: torch.nn.Module, *_: Any, **__: Any) -> torch.Tensor:
+            raise NotImplementedError
+
+        def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+            layer.t0.data.fill_(3)  # type: ignore[operator, union-attr]
+
+    return InPlace()
+
+
+def processed(found: Any, config: Any) -> tuple[torch.nn.Module, list[int]]:
+    """vLLM's own post-processing over a model of shared memory whose first layer is quantised in that way."""
+    from vllm.model_executor.model_loader.utils import process_weights_after_loading
+
+    from engine_shim.hooks import vllm as hook
+
+    model = torch.nn.Module()
+    model.layer, model.norm = Mapped(found), Mapped(found)
+    model.layer.quant_method = in_place()
+    step = object.__new__(hook._Start)
+    step._undo = []
+    step._own_before_processing(model, frozenset())
+    process_weights_after_loading(model, config.model_config, torch.device("cpu"))
+    step._unwrap()
+    return model, sums(model.layer)
+
+
 def sums(model: torch.nn.Module) -> list[int]:
     return [int(tensor.contiguous().view(torch.uint8).long().sum()) for tensor in model.state_dict().values()]
 
@@ -225,6 +259,10 @@ def writers(config: Any) -> dict[str, Any]:
     result["private now"] = [not list(onboard.shared_slots(model)) for model in eager]
     result["written"] = [sums(model) != before for model, before in zip(eager, truth, strict=True)]
     result["shared afterwards"] = [sums(Mapped(one)) for one in found] == truth
+    model, now = processed(found[0], config)
+    result["processed in place"] = now != truth[0] and set(model.layer.t0.flatten().tolist()) == {3.0}  # type: ignore[operator, union-attr]
+    result["not processed, still shared"] = sorted({slot.label for slot in onboard.shared_slots(model)})
+    result["shared after processing"] = [sums(Mapped(one)) for one in found] == truth
     config.parallel_config.enable_eplb = True
     result["eplb"] = refused(lambda: vllm_device.check(config))
     result["eplb counts"] = get_model_loader(config.load_config).get_external_weight_memory(config)

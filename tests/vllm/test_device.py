@@ -72,5 +72,10 @@ def test_without_graphs_what_is_written_is_private_first(told: dict[str, Any]) -
     assert told["private now"] == [True, True] and told["written"] == [True, True] and told["shared afterwards"] is True
 
 
+def test_post_processing_writes_to_memory_of_its_own(told: dict[str, Any]) -> None:
+    assert told["processed in place"] is True and told["shared after processing"] is True
+    assert told["not processed, still shared"] == [f"norm.t{index}" for index in range(4)]
+
+
 def test_a_load_balancer_that_moves_experts_shares_nothing(told: dict[str, Any]) -> None:
     assert "--enable-eplb" in told["eplb"] and told["eplb counts"] == 0
