@@ -30,7 +30,7 @@ def check(machine: Machine, tmp_path: Path, *options: str, **environ: str) -> tu
 def test_a_dry_run(libcuda: Path, tmp_path: Path) -> None:
     machine = Machine(libcuda, {A: 256 * MIB})
     try:
-        done, rows = check(machine, tmp_path, "--sizes", "1")
+        done, rows = check(machine, tmp_path, "--sizes", "1", "--budget", "480")
         assert done.returncode == 0, done.stdout + done.stderr
         assert rows["equal tokens"] is True
         assert rows["every byte by digest (ballast verify --device)"] == "intact"
