@@ -30,6 +30,11 @@ PATIENCE = 600.0  # seconds for anything that a busy machine of two cores does i
 START_DOCKER = "no Docker daemon answers: start one (with the compose plugin), or set DOCKER_HOST"
 START_PODMAN = "podman is missing: apt install podman"
 
+# What takes a minute more and tells the least beside the others.
+only_in_full = pytest.mark.skipif(
+    not os.environ.get("BALLAST_TEST_CONTAINERS_FULL"), reason="takes long: set BALLAST_TEST_CONTAINERS_FULL=1"
+)
+
 
 def run(*command: str, timeout: float = PATIENCE, check: bool = True, **more: Any) -> subprocess.CompletedProcess[str]:
     done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, stdin=subprocess.DEVNULL, **more)
@@ -82,7 +87,12 @@ def pip_arguments() -> Iterator[list[str]]:
     server.shutdown()
 
 
-IMAGES = {"sidecar": "ballast-sidecar", "demo-model": "ballast-demo-model", "demo-engine": "ballast-demo-engine"}
+IMAGES = {
+    "sidecar": "ballast-sidecar",
+    "sidecar-cuda": "ballast-sidecar-cuda",
+    "demo-model": "ballast-demo-model",
+    "demo-engine": "ballast-demo-engine",
+}
 
 
 @pytest.fixture(scope="session")
@@ -95,6 +105,13 @@ def images(docker: str, pip_arguments: list[str]) -> dict[str, str]:
             timeout=900, cwd=ROOT, env=environ,
         )  # fmt: skip
     return IMAGES
+
+
+def listing(engine: str, image: str) -> list[str]:
+    """The files of an image of ours, by docker or podman."""
+    lines = run(engine, "run", "--rm", "--network=none", "--entrypoint=python3", image, "-c", LISTING).stdout.splitlines()
+    assert len(lines) > 500
+    return lines
 
 
 @dataclass
@@ -140,6 +157,16 @@ class Stack:
     def down(self) -> None:
         self.compose("--profile", "*", "down", "--volumes", "--timeout", "1", "--remove-orphans")
 
+
+# All that the build has put into an image of ours: what each file holds, its mode, its name.
+LISTING = """
+import hashlib, os
+for folder, _, names in sorted(os.walk("/opt/ballast")):
+    for name in sorted(names):
+        path = os.path.join(folder, name)
+        data = os.readlink(path).encode() if os.path.islink(path) else open(path, "rb").read()
+        print(hashlib.sha256(data).hexdigest(), oct(os.lstat(path).st_mode), path)
+"""
 
 ASK = """
 import json, sys, urllib.request

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from tests.containers.conftest import ASK, MODEL, QUESTION, Stack, run, until
+from tests.device.emulated import A, build
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -65,6 +68,7 @@ def test_nothing_of_it_can_do_more_than_it_must(stack: Stack) -> None:
         state = stack.inspect(service)
         assert state["HostConfig"]["ReadonlyRootfs"] and state["HostConfig"]["CapDrop"] == ["ALL"]
         assert state["Config"]["User"] == "65532:65532" and not state["HostConfig"]["Privileged"]
+        assert state["HostConfig"]["SecurityOpt"] == ["no-new-privileges:true"]
         written = run("docker", "exec", stack.container(service), "touch", "/opt/x", check=False)
         assert written.returncode and "Read-only file system" in written.stderr
     assert stack.inspect("sidecar")["HostConfig"]["NetworkMode"] == "none"
@@ -149,14 +153,43 @@ def test_a_dev_shm_of_its_own(stack: Stack, containers: Callable[..., str]) -> N
     assert done.returncode == 1 and "private IPC" in pool["text"] and "service:NAME" in pool["remedy"]
 
 
+def test_a_gpu_in_two_containers(stack: Stack, containers: Callable[..., str], tmp_path: Path) -> None:
+    """docs/gpu-in-two-containers.md, with the emulated driver: what one holds on the GPU another maps, and it is the files'."""
+    for name in ("driver", "gpus"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name).chmod(0o777)
+    library = build(tmp_path / "driver").parent
+    shm = stack.container("shm")
+    gpu = [
+        f"--ipc=container:{shm}", f"--pid=container:{shm}", "--read-only", "--cap-drop=ALL", f"--volume={library}:/driver:ro",
+        f"--volume={tmp_path / 'gpus'}:/gpus", "--env=LD_LIBRARY_PATH=/driver", "--env=EMU_DIR=/gpus",
+        f"--env=EMU_GPUS={A}={400 << 20}",
+    ]  # fmt: skip
+    containers(*gpu, "ballast-sidecar-cuda", "hold", "--device", "cuda:all")
+
+    def copies() -> dict[str, str]:
+        done = run("docker", "exec", stack.container("sidecar"), "ballast", "status", "--json")
+        devices: dict[str, str] = json.loads(done.stdout)["pools"][0]["generations"][0]["devices"]
+        return devices
+
+    until("there is no copy on the GPU", lambda: copies() == {A: "resident"})
+    done = run("docker", "run", "--rm", "--network=none", *gpu, "ballast-sidecar-cuda", "verify", "--device")
+    assert A in done.stdout
+
+
 def test_a_start_script_that_wipes(stack: Stack) -> None:
-    """Noticed and named by the sidecar, which starts again and loads again; the engine that did it loads from disk."""
+    """Noticed and named by the sidecar, which starts again and loads again; the engine that did it loads from disk.
+
+    The sidecar stands still meanwhile: it is back within seconds otherwise, and the engine attaches after all.
+    """
     program = "import os, glob\nfor p in glob.glob('/dev/shm/*'): os.unlink(p)\n"
     program += "from safetensors.torch import load_file\nprint(len(load_file(glob.glob('/models/*/*.safetensors')[0])))"
-    restarts = stack.inspect("sidecar")["RestartCount"]
-    done = run(
-        "docker", "exec", "--env=BALLAST_WAIT=0", stack.container("engine"), "python3", "-c", program
-    )  # fmt: skip
+    restarts, pid = stack.inspect("sidecar")["RestartCount"], stack.inspect("sidecar")["State"]["Pid"]
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        done = run("docker", "exec", "--env=BALLAST_WAIT=0", stack.container("engine"), "python3", "-c", program)
+    finally:
+        os.kill(pid, signal.SIGCONT)
     assert int(done.stdout) > 0 and "loading without Ballast" in done.stderr
     until("it does not notice", lambda: "does an engine's start script wipe it?" in stack.log("sidecar"))
     until("it is not restarted", lambda: stack.inspect("sidecar")["RestartCount"] == restarts + 1)

@@ -56,6 +56,8 @@ def test_compose_is_hardened_throughout() -> None:
     for name, service in services.items():
         if name != "vllm":
             assert service["read_only"] and service["cap_drop"] == ["ALL"], name
+            assert service["security_opt"] == ["no-new-privileges:true"], name
+        assert not {"privileged", "cap_add", "devices", "userns_mode"} & service.keys(), name
         if name in ("shm", "sidecar", "model", "shim"):
             assert service["network_mode"] == "none", name
         for mount in service.get("volumes", []):
