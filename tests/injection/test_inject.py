@@ -71,6 +71,33 @@ def test_switches_on_in_every_python(python: str, volume: Path) -> None:
     assert (done.stdout, done.stderr) == ("False\n", "")
 
 
+# Instead of torch, which not every Python here has: whatever is asked of it when a module is imported is there.
+EVERYTHING = """
+import sys
+class Torch(type):
+    def __getattr__(cls, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Torch(name, (), {})
+sys.modules["torch"] = Torch("torch", (), {})
+import importlib
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+print("all")
+"""
+
+
+@pytest.mark.parametrize("python", pythons())
+def test_all_of_it_imports_in_every_python(python: str, volume: Path) -> None:
+    """What needs torch too: no spelling is too new for the oldest, nothing of the standard library too old for the newest."""
+    inject(volume)
+    paths = [path.relative_to(SHIM.parent).with_suffix("") for path in SHIM.rglob("*.py")]
+    names = [path.as_posix().replace("/", ".").removesuffix(".__init__") for path in paths if path.name != "__main__.py"]
+    names = [name for name in names if not name.endswith("sitecustomize")]
+    done = start(python, volume, "-W", "error", "-c", EVERYTHING, *names)
+    assert (done.stdout, done.stderr) == ("all\n", "") and len(names) > 25
+
+
 @pytest.mark.parametrize("python", pythons())
 def test_the_doctor_comes_with_it(python: str, volume: Path) -> None:
     inject(volume)

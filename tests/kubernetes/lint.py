@@ -23,6 +23,11 @@ _RESTRICTED_VOLUMES = frozenset(
     ("configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "persistentVolumeClaim", "projected", "secret")
 )
 _HOST = ("hostNetwork", "hostPID", "hostIPC")
+_SET = frozenset(("replicas", "leaderWorkerTemplate", "rolloutStrategy", "startupPolicy", "networkConfig"))
+_SET_TEMPLATE = frozenset(
+    ("leaderTemplate", "workerTemplate", "size", "restartPolicy", "subGroupPolicy", "volumeClaimTemplates",
+     "persistentVolumeClaimRetentionPolicy")
+)  # fmt: skip
 SIDECAR_IMAGES = ("ballast-sidecar", "ballast-sidecar-cuda")
 
 
@@ -60,6 +65,9 @@ def problems(documents: list[Document]) -> list[str]:
         for rule in (_restarts, _quantities, _mounts, _images, _commands, _ports, _restricted, _memory, _claims):
             found += [f"{name}: {text}" for text in rule(pod, documents)]
     found += _selectors(documents, [pod for _, pod in templates])
+    for document in documents:
+        if document["kind"] == "LeaderWorkerSet":
+            found += [f"LeaderWorkerSet {document['metadata']['name']}: {text}" for text in _set(document["spec"])]
     found += [] if templates else ["there is no pod in it"]
     return found
 
@@ -231,6 +239,20 @@ def _claims(pod: Document, documents: list[Document]) -> Iterator[str]:
         yield "holder and engine do not share a claim"
     if known and not pod["spec"].get("shareProcessNamespace"):
         yield "holder and engine do not see each other's processes, which handles need"
+
+
+def _set(spec: Document) -> Iterator[str]:
+    """What its own schema would say, which is no part of Kubernetes': leaderworkerset.x-k8s.io/v1."""
+    template = spec.get("leaderWorkerTemplate", {})
+    for keys, known in ((spec.keys(), _SET), (template.keys(), _SET_TEMPLATE)):
+        for key in keys - known:
+            yield f"there is no field {key!r}"
+    if template.get("restartPolicy") not in ("RecreateGroupOnPodRestart", "RecreateGroupAfterStart", "None"):
+        yield f"restartPolicy {template.get('restartPolicy')!r} is none"
+    if not isinstance(template.get("size"), int) or template["size"] < 1:
+        yield f"size {template.get('size')!r} is no number of pods"
+    if "workerTemplate" not in template:
+        yield "has no workerTemplate"
 
 
 def _selectors(documents: list[Document], templates: list[Document]) -> Iterator[str]:

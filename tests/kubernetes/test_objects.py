@@ -158,6 +158,22 @@ def test_each_rule_of_claims(sentence: str, change: Callable[[Document], None]) 
     assert any(sentence in problem for problem in lint.problems(documents)), lint.problems(documents)
 
 
+@pytest.mark.parametrize(
+    ("sentence", "change"),
+    [
+        ("restartPolicy 'Never' is none", {"restartPolicy": "Never"}),
+        ("restartPolicy None is none", {"restartPolicy": None}),  # as YAML would have it if it were written null
+        ("size '2' is no number of pods", {"size": "2"}),
+        ("there is no field 'workers'", {"workers": 2}),
+    ],
+)
+def test_each_rule_of_sets(sentence: str, change: Document) -> None:
+    documents = load((RENDERED / "multi-node.yaml").read_text())
+    (one,) = [document for document in documents if document["kind"] == "LeaderWorkerSet"]
+    one["spec"]["leaderWorkerTemplate"].update(change)
+    assert any(sentence in problem for problem in lint.problems(documents)), lint.problems(documents)
+
+
 def test_selectors_select() -> None:
     documents = load((RENDERED / "cpu.yaml").read_text())
     for document in documents:
