@@ -136,9 +136,14 @@ class Uploaded:
 _STAGE = 32 << 20  # bytes of each of two pinned buffers: long enough for the bus's full rate
 
 
-def upload(flat: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A copy of host bytes on a device. While one pinned buffer is on its way the other is filled."""
-    target = torch.empty(flat.numel(), dtype=torch.uint8, device=device)
+def upload(
+    flat: torch.Tensor, device: torch.device, into: Optional[torch.UntypedStorage] = None
+) -> torch.Tensor:
+    """A copy of host bytes on a device; in memory of its own, or in the storage `into`, which has that size. While one pinned
+    buffer is on its way the other is filled."""
+    target = torch.empty(flat.numel() if into is None else 0, dtype=torch.uint8, device=device)
+    if into is not None:
+        target.set_(into)
     pinned = device.type == "cuda"
     buffers = [torch.empty(min(flat.numel(), _STAGE), dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
     new_event: Callable[..., torch.cuda.Event] = torch.cuda.Event

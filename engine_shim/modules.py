@@ -8,6 +8,7 @@ weight: its parts are slots, and what it makes of them is compared, never stored
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import json
@@ -19,7 +20,7 @@ import torch
 from engine_shim.handoff.dtypes import BITS
 from engine_shim.handoff.errors import Damaged, Mismatch
 from engine_shim.handoff.manifest import Manifest
-from engine_shim.mapping import DTYPES, NAMES, Residency
+from engine_shim.mapping import DTYPES, NAMES, Residency, upload
 
 _PIECE = 64 << 20  # bytes copied from a device at a time
 
@@ -322,11 +323,16 @@ TINY = 4096
 
 
 def views(
-    contents: Manifest, segments: Residency, rows: list[SlotRow], device: Optional[torch.device] = None
+    contents: Manifest,
+    segments: Residency,
+    rows: list[SlotRow],
+    device: Optional[torch.device] = None,
+    own: Optional[Mapping[int, torch.UntypedStorage]] = None,
 ) -> list[torch.Tensor]:
     """One tensor for each slot; those on one storage share it, those that were one object are one object.
 
-    With a `device` other than the CPU each storage is copied there, unless it is there.
+    With a `device` other than the CPU each storage is copied there, unless it is there; into the one that `own` names for it,
+    so that the device need not have room for both.
     """
     storages: dict[int, torch.UntypedStorage] = {}
     made: list[torch.Tensor] = []
@@ -338,7 +344,7 @@ def views(
             place = contents.tensors[row.storage]
             flat = segments.flat(place)
             if device is not None and device.type != "cpu" and flat.device != device:
-                flat = flat.to(device)
+                flat = upload(flat, device, (own or {}).get(row.storage))
             elif place.nbytes <= TINY:
                 flat = flat.clone()
             storages[row.storage] = flat.untyped_storage()
@@ -347,14 +353,48 @@ def views(
     return made
 
 
+def own_storages(
+    contents: Manifest, rows: list[SlotRow], here: Mapping[tuple[str, str], Slot]
+) -> dict[int, torch.UntypedStorage]:
+    """Storage of the state -> the module's own for it, where that is of the same size and the same slots look at it in the same
+    way. Of parameters only: a buffer's bytes are not read anew where binding fails."""
+    wanted: dict[int, list[tuple[SlotRow, Optional[Slot]]]] = {}
+    looked_at: dict[int, set[int]] = {}
+    for row in rows:
+        slot = here.get((row.path, row.name))
+        wanted.setdefault(row.storage, []).append((row, slot))
+        if slot is not None and slot.tensor.device.type != "meta":
+            with contextlib.suppress(RuntimeError, NotImplementedError):  # a wrapper around other tensors
+                looked_at.setdefault(slot.tensor.untyped_storage().data_ptr(), set()).add(row.storage)
+    found = {}
+    for index, pairs in wanted.items():
+        tensors = [slot.tensor for _, slot in pairs if slot is not None and slot.kind == PARAMETER]
+        if len(tensors) < len(pairs) or any(t.device.type == "meta" or t.layout != torch.strided for t in tensors):
+            continue
+        storage = tensors[0].untyped_storage()
+        same = all(
+            tensor.untyped_storage().data_ptr() == storage.data_ptr()
+            and (tensor.storage_offset(), tuple(tensor.shape), tensor.stride()) == (row.offset, row.shape, row.strides)
+            for (row, _), tensor in zip(pairs, tensors)
+        )
+        if same and storage.nbytes() == contents.tensors[index].nbytes and looked_at[storage.data_ptr()] == {index}:
+            found[index] = storage
+    return found
+
+
 def restore(
-    module: torch.nn.Module, contents: Manifest, segments: Residency, processed: AbstractSet[str] = frozenset()
+    module: torch.nn.Module,
+    contents: Manifest,
+    segments: Residency,
+    processed: AbstractSet[str] = frozenset(),
+    overwrite: bool = False,
 ) -> None:
     """Binds a published state into `module`, in place, so that whoever holds its tensors holds the new bytes.
 
     Checks everything first: raises Mismatch and touches nothing if the tree is not the one that was captured. Afterwards
     compares the result with what was captured. The tensors of modules at the paths `processed` may have changed their class
-    and shape between the building of the module and the capture.
+    and shape between the building of the module and the capture. With `overwrite` the parameters of a module on a device hold
+    nothing worth keeping: they are copied into where they lie, instead of beside them.
     """
     module = root(module)
     rows = slot_rows(contents)
@@ -365,7 +405,9 @@ def restore(
     devices = {slot.tensor.device for slot in here.values() if slot.tensor.device.type != "meta"}
     if len(devices) > 1:
         raise Mismatch(f"the module is spread over {len(devices)} devices; load it in the ordinary way")
-    made = views(contents, segments, rows, devices.pop() if devices else None)
+    device = devices.pop() if devices else None
+    own = own_storages(contents, rows, here) if overwrite and device is not None and device.type != "cpu" else None
+    made = views(contents, segments, rows, device, own)
     bound: dict[int, torch.Tensor] = {}
     for index, (row, tensor) in enumerate(zip(rows, made)):
         slot = here.get((row.path, row.name))

@@ -68,7 +68,7 @@ class Found:
             plan = [(owners[path], name, value) for path, name, value in attributes]
         except (KeyError, ValueError, TypeError):
             raise Mismatch(f"the module lacks something that {self.contents.model!r} was published with") from None
-        modules.restore(module, self.contents, self.segments, self.processed)
+        modules.restore(module, self.contents, self.segments, self.processed, overwrite=True)
         for owner, name, value in plan:
             owner.__dict__[name] = value
 
