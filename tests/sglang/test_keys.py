@@ -66,11 +66,19 @@ OTHER: dict[str, str] = {
     "a fine-tune": "checkpoint",
     "another configuration file": "checkpoint",
     "another family": "class",
+    "another SGLang": "version",
+    "another torch": "torch",
+    "another transformers": "transformers",
+    "other kernels": "kernels",
+    "another kind of processor": "capability",
+    "another architecture": "architecture",
+    "quantised otherwise": "quantization_config",
 }
 SAME = (
     "another name", "another seed", "another port", "a copy elsewhere", "another thread binding", "more memory for the cache",
     "graphs off", "another log level", "the format said", "another scheduler",
 )  # fmt: skip
+FILES = {"scales.json": "{}", "copied.json": "{}", "changed.json": "[]"}  # files that an argument names
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +98,8 @@ def keys(engines: Engines, checkpoints: Path, tmp_path_factory: pytest.TempPathF
     shutil.copytree(base, reworded)
     config = json.loads((reworded / "config.json").read_text())
     (reworded / "config.json").write_text(json.dumps({**config, "a_note": 1}))
+    for name, content in FILES.items():
+        (folder / name).write_text(content)
     two = {"tp_size": 2}
     split = {"tp_size": 2, "attn_tp_size": 1, "moe_tp_size": 1, "tp_rank": 0}
     jobs: dict[str, dict[str, Any]] = {
@@ -135,6 +145,14 @@ def keys(engines: Engines, checkpoints: Path, tmp_path_factory: pytest.TempPathF
         "a fine-tune": {"model": str(tuned)},
         "another configuration file": {"model": str(reworded)},
         "another family": {"model": str(checkpoints / "qwen2")},
+        "another SGLang": {"installed": {"sglang:__version__": "0.5.99"}},
+        "another torch": {"installed": {"torch:__version__": "2.99.0"}},
+        "another transformers": {"installed": {"transformers:__version__": "9.0"}},
+        "other kernels": {"installed": {"importlib.metadata:version": "9.0"}},
+        "another kind of processor": {"installed": {"torch.backends.cpu:get_cpu_capability": "AVX9"}},
+        "another architecture": {"architecture": "OtherForCausalLM"},
+        "quantised otherwise": {"quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 64]}},
+        **{name: {"leaves": {"quantization_param_path": str(folder / name)}} for name in FILES},
         "another name": {"args": {"served_model_name": "other"}},
         "another seed": {"args": {"random_seed": 7}},
         "another port": {"args": {"port": 31234, "host": "0.0.0.0", "nccl_port": 31235}},
@@ -151,7 +169,7 @@ def keys(engines: Engines, checkpoints: Path, tmp_path_factory: pytest.TempPathF
         sidecar.ready("llama")
         found, _ = engines.run(base, pool, keys=jobs)
         sidecar.interrupt()
-    assert set(found) == set(jobs) and set(jobs) == {"base", *OTHER, *SAME}
+    assert set(found) == set(jobs) and set(jobs) == {"base", *OTHER, *SAME, *FILES}
     yield found
 
 
@@ -165,6 +183,11 @@ def test_what_changes_the_weights_changes_the_key(keys: Keys, change: str) -> No
 @pytest.mark.parametrize("change", SAME)
 def test_what_does_not_change_the_weights_leaves_the_key(keys: Keys, change: str) -> None:
     assert keys[change] == keys["base"]
+
+
+def test_a_file_that_an_argument_names_counts_by_its_content(keys: Keys) -> None:
+    assert keys["scales.json"] == keys["copied.json"] != keys["base"]
+    assert keys["scales.json"]["arguments of model"] != keys["changed.json"]["arguments of model"]
 
 
 def test_the_key_holds_the_fingerprint_of_sglangs_own_cache(keys: Keys, engines: Engines, checkpoints: Path) -> None:

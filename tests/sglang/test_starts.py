@@ -248,6 +248,40 @@ def test_what_is_looked_at_from_outside_the_tree_is_left_alone(
     assert "is looked at from outside the module tree" in log and ATTACHED not in log, log[-3000:]
 
 
+def test_a_draft_has_a_state_of_its_own(engines: Engines, checkpoints: Path, pool: str, tmp_path: Path) -> None:
+    """Target and draft of speculative decoding, the draft made of the very checkpoint of its target. Loading only."""
+    model = checkpoints / MODEL
+    with Sidecar(pool, model) as sidecar:
+        sidecar.ready(MODEL)
+        told, logs = {}, {}
+        for way in ("disk", "first", "attached"):
+            (tmp_path / way).mkdir()
+            _, logs[way] = engines.run(
+                model, pool if way != "disk" else None, {"BALLAST_PARITY": str(tmp_path / way)}, only="load", draft=str(model)
+            )
+            told[way] = read_dumps(tmp_path / way)
+            if way == "first":
+                adopted(sidecar, 2)
+        assert logs["first"].count("published the state of") == 2 and ATTACHED not in logs["first"], logs["first"][-4000:]
+        assert logs["attached"].count(ATTACHED) == 2, logs["attached"][-4000:]
+        assert set(told["disk"]) == {f"{role}-0-{stage}" for role in ("target", "draft") for stage in ("loaded", "final")}
+        for way in ("first", "attached"):
+            for name, dump in told["disk"].items():
+                assert compare_trees(dump, told[way][name]) == [], f"{way} {name}"
+        sidecar.interrupt()
+
+
+def test_another_outcome_of_post_processing_is_not_used(
+    engines: Engines, served: tuple[Path, Sidecar, int], disk: list[Any]
+) -> None:
+    """Bound, and then not what the engine that published had: loaded once more, without us."""
+    model, sidecar, _ = served
+    result, log = engines.run(model, sidecar.paths.pool, twisted=True)
+    assert result["answers"] == disk
+    assert "after post-processing and was" in log or "after post-processing and had" in log, log[-3000:]
+    assert ATTACHED not in log and list(attachment.alive(sidecar.paths)) == []
+
+
 def test_an_engine_without_weight_files_attaches_to_the_model_that_is_named(
     engines: Engines, served: tuple[Path, Sidecar, int], disk: list[Any], tmp_path: Path
 ) -> None:
