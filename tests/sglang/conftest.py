@@ -54,6 +54,7 @@ def engine_environment(pool: str | None = None, **more: str) -> dict[str, str]:
     environ = {key: value for key, value in os.environ.items() if not key.startswith(dropped)}
     environ.update(
         SGLANG_USE_CPU_ENGINE="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", BALLAST_LOG="DEBUG",
+        TORCHDYNAMO_DISABLE="1",  # each process would compile what routes tokens to experts, for a quarter of a minute
         PYTHONPATH=os.pathsep.join((str(SITE), str(ROOT), str(HERE))),
     )  # fmt: skip
     if pool is not None:
@@ -141,7 +142,7 @@ class Engines:
 
     def start(self, model: Path | str, pool: str | None = None, env: dict[str, str] | None = None, **job: Any) -> Job:
         identifier = f"{Path(model).name}-{secrets.token_hex(3)}"
-        environ = {"BALLAST_POOL": pool or f"none-{identifier}", "BALLAST_WAIT": "20" if pool else "0", **(env or {})}
+        environ = {"BALLAST_POOL": pool or f"none-{secrets.token_hex(4)}", "BALLAST_WAIT": "20" if pool else "0", **(env or {})}
         if job.get("ranks", 1) > 1:
             environ.update(TWO_RANKS)
         line = json.dumps({"id": identifier, "model": str(model), "env": environ, **job})
