@@ -28,7 +28,7 @@ from tests.processes import ROOT, Sidecar
 
 SMALL = [
     "--device", "cpu", "--attention-backend", "torch_native", "--disable-cuda-graph", "--max-total-tokens", "2048",
-    "--skip-server-warmup", "--dtype", "bfloat16",
+    "--skip-server-warmup", "--dtype", "bfloat16", "--sleep-on-idle",
 ]  # fmt: skip
 
 
