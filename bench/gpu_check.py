@@ -42,6 +42,7 @@ sys.path.insert(0, str(ROOT))
 GB = 10**9
 NEEDED = ("torch", "transformers", "safetensors", "cuda.bindings", "orjson", "rich", "tenacity", "typer", "xxhash")
 HANDLES = (1, 10, 60, 100, 120)  # GB of single allocations, whose opening is timed: no host memory is needed for these
+UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 MEMORY = 110 << 30  # bytes of a machine that the largest state needs
 
 
@@ -364,6 +365,8 @@ class Process:
             try:
                 for fd in (self._requests, self._answers, *check.ends):
                     os.close(fd)
+                for name in [name for name in os.environ if name.startswith("BALLAST_")]:
+                    del os.environ[name]
                 os.environ.update({**check.environ, **environ})
                 serve_child(theirs, answers, check.emulated)
                 sys.stderr.flush()
@@ -727,9 +730,13 @@ class SidecarProcess:
                 contents = manifest.read(self.paths.manifest(found[0].number)) if found else None
                 living = {one.identifier for one in holder.alive(self.paths)}
                 if contents is not None and any(copy.holder in living for copy in contents.devices):
-                    line = rf"{name}, generation {contents.generation}, is in the memory of .*, ([\d.]+) s,"
+                    # Of what was left to be uploaded once everything was loaded: some has gone up meanwhile.
+                    line = rf"{name}, generation {contents.generation}, is in the memory of .*: ([\d.]+) (\w+), ([\d.]+) s,"
                     told = re.findall(line, self.log)
-                    return sum(contents.segments) / max(float(told[-1]), 0.005) if told else 0.0  # it is told in hundredths
+                    if not told:
+                        return 0.0
+                    size, unit, seconds = told[-1]
+                    return float(size) * UNITS[unit] / max(float(seconds), 0.005)  # it is told in hundredths
             time.sleep(0.02)
         raise RuntimeError(f"no copy: {self.log[-300:]}")
 
