@@ -486,6 +486,9 @@ class Check:
             ("model", self.model_part), *map(self.size, self.sizes[2:]),
         ]  # fmt: skip
         for what, part in parts:
+            if self.left <= 0:
+                self.rows[f"{what}: this part"] = "not taken: the time was used up"
+                continue
             try:
                 part()
             except Exception as error:

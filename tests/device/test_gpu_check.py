@@ -53,11 +53,12 @@ def test_what_goes_wrong_leaves_the_rest(libcuda: Path, tmp_path: Path) -> None:
     """No handle opens: rows say so, what does not need one is there, nothing is waited for, and the run is a failed one."""
     machine = Machine(libcuda, {A: 64 * MIB})
     try:
-        done, rows = check(machine, tmp_path, "--budget", "8", "--sizes", "1", EMU_FAIL="cuIpcOpenMemHandle_v2:201")
+        done, rows = check(machine, tmp_path, "--budget", "4", "--sizes", "1", EMU_FAIL="cuIpcOpenMemHandle_v2:201")
         assert done.returncode == 1, done.stdout + done.stderr
         assert "(201)" in rows["1 MB: one handle"] and "64 " not in rows["1 MB: one handle"]
         assert "not taken" in rows["100 MB: one handle"]
         assert rows["pinned rate, GB/s"] > 0
+        assert rows["model: this part"] == "not taken: the time was used up"
         assert "1 MB: one handle" in done.stderr.splitlines()[-1]
     finally:
         machine.close()
