@@ -30,6 +30,7 @@ SMALL = [
     "--device", "cpu", "--attention-backend", "torch_native", "--disable-cuda-graph", "--max-total-tokens", "2048",
     "--skip-server-warmup", "--dtype", "bfloat16", "--sleep-on-idle",
 ]  # fmt: skip
+TOKENS = 6  # in each answer
 
 
 def launch(model: Path, *more: str) -> list[str]:
@@ -92,30 +93,30 @@ def test_prepare_then_two_servers_on_one_pool_and_the_sidecar_killed(smollm2: Pa
             served(launch(smollm2), plugged) as (second, other, _),
         ):
             assert ATTACHED in log() and ATTACHED in other(), log()[-3000:] + other()[-3000:]
-            answer = ask(first, 12)
-            assert ask(second, 12) == answer
+            answer = ask(first, TOKENS)
+            assert ask(second, TOKENS) == answer
             assert "Paris" in answer[0][0]
             held = [r for r in attachment.alive(sidecar.paths) if r.generation == number]
             assert len(held) == 2 and all(r.engine.startswith("sglang ") for r in held)
             # kill -9 of the sidecar: both go on, and its successor takes over what they hold.
             sidecar.kill()
-            assert ask(first, 12) == answer
+            assert ask(first, TOKENS) == answer
             with Sidecar(pool, smollm2) as successor:
                 successor.ready(name)
                 assert states(successor) == [number]
                 # Memory is released and taken again as ever: on a CPU SGLang frees none, and says so.
                 post(f"{second}/release_memory_occupation", {})
                 post(f"{second}/resume_memory_occupation", {})
-                assert ask(second, 12) == answer
+                assert ask(second, TOKENS) == answer
                 told = post(f"{first}/update_weights_from_disk", {"model_path": str(smollm2)})
                 assert told["success"], told
-                assert ask(first, 12) == answer
+                assert ask(first, TOKENS) == answer
                 deadline = time.monotonic() + 30
                 while not (notes := [r.note for r in attachment.alive(successor.paths) if r.note]):
                     assert time.monotonic() < deadline, log()[-3000:]
                     time.sleep(0.1)
                 assert notes == ["no longer shared: update_weights_from_disk"]
-                assert ask(second, 12) == answer
+                assert ask(second, TOKENS) == answer
                 successor.interrupt()
 
 
@@ -141,7 +142,7 @@ def equal_everywhere(done: subprocess.CompletedProcess[str]) -> list[str]:
 
 @pytest.mark.timeout(1800)
 def test_parity_of_a_server(smollm2: Path) -> None:
-    done = command("parity", "--tokens", "8", "--timeout", "600", "--", *launch(smollm2), env=engine_environment())
+    done = command("parity", "--tokens", str(TOKENS), "--timeout", "600", "--", *launch(smollm2), env=engine_environment())
     assert all("and 3 answers equal" in line for line in equal_everywhere(done)[1:]), done.stdout
 
 
@@ -149,7 +150,7 @@ def test_parity_of_a_server(smollm2: Path) -> None:
 @pytest.mark.timeout(1800)
 def test_parity_of_a_server_with_two_ranks(checkpoints: Path) -> None:
     words = launch(checkpoints / "llama-tied", "--tp-size", "2")
-    done = command("parity", "--tokens", "8", "--timeout", "600", "--", *words, env=engine_environment(**TWO_RANKS))
+    done = command("parity", "--tokens", str(TOKENS), "--timeout", "600", "--", *words, env=engine_environment(**TWO_RANKS))
     assert all("and 3 answers equal" in line for line in equal_everywhere(done)[1:]), done.stdout
 
 
@@ -185,7 +186,7 @@ def test_a_servers_scheduler_killed_as_it_attaches(smollm2: Path, pool: str) -> 
     with Sidecar(pool, smollm2) as sidecar:
         sidecar.ready(smollm2.name)
         with served(launch(smollm2), engine_environment(pool)) as (base, log, _):
-            answer = ask(base, 8)
+            answer = ask(base, TOKENS)
             deadline = time.monotonic() + 60
             while not states(sidecar):
                 assert time.monotonic() < deadline, log()[-3000:]
@@ -205,5 +206,5 @@ def test_a_servers_scheduler_killed_as_it_attaches(smollm2: Path, pool: str) -> 
             assert b"The server is fired up" not in os.pread(output.fileno(), 1 << 22, 0)
         assert not any(attachment.alive(sidecar.paths))
         with served(launch(smollm2), engine_environment(pool, BALLAST_MODE="require")) as (base, log, _):
-            assert ATTACHED in log() and ask(base, 8) == answer
+            assert ATTACHED in log() and ask(base, TOKENS) == answer
         sidecar.interrupt()
