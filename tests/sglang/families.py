@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from tests.vllm import families as shared
-from tests.vllm.families import HEADS, HIDDEN
+from tests.vllm.families import HEADS, HIDDEN, LAYERS
 
 # Latent attention and routed and shared experts, in the least size that has all of it.
 _LATENT = {
@@ -29,7 +29,8 @@ shared.FAMILIES["deepseek-v2"] = ("DeepseekV2ForCausalLM", shared._config("Deeps
 shared.FAMILIES["qwen3-next"] = (
     "Qwen3NextForCausalLM",
     shared._config(
-        "Qwen3NextConfig", head_dim=HIDDEN // HEADS, layer_types=["linear_attention", "full_attention"],
+        "Qwen3NextConfig", head_dim=HIDDEN // HEADS, full_attention_interval=LAYERS,
+        layer_types=["linear_attention", "full_attention"],
         linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=32, linear_value_head_dim=32,
         shared_expert_intermediate_size=64, tie_word_embeddings=False, **shared.MOE,
     ),
