@@ -13,7 +13,7 @@ import pytest
 from tests.containers.conftest import ASK, MODEL, QUESTION, Stack, run, until
 from tests.device.emulated import A, build
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900, func_only=True)]
 
 # In the engine's container: every tensor by the shim, which has to attach, against the same file read as plain bytes.
 COMPARE = """

@@ -13,7 +13,7 @@ import pytest
 from engine_shim import __version__
 from tests.containers.conftest import ROOT, listing, only_in_full, run, until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900, func_only=True)]
 
 Start = Callable[..., str]
 

@@ -26,7 +26,7 @@ from tests.containers.conftest import (
     until,
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900, func_only=True)]
 
 TAG = "0.1.0"  # that of the manifests
 IMAGES = ("ballast-sidecar", "ballast-demo-model", "ballast-demo-engine")
