@@ -11,13 +11,15 @@ by an hour meanwhile makes an hour of a fifth of a second. sem_clockwait(3) wait
 from __future__ import annotations
 
 import ctypes
+import os
 import time
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any, Iterator, Optional
 
 from engine_shim.handoff import posix
-from engine_shim.handoff.errors import Busy
-from engine_shim.handoff.names import PoolPaths
+from engine_shim.handoff.errors import Busy, HandoffError, NotFound
+from engine_shim.handoff.names import DEFAULT_DIR, PoolPaths
 
 try:
     import posix_ipc
@@ -83,18 +85,37 @@ class _Semaphore:
         self._semaphore.close()
 
 
+def _file(name: str) -> os.stat_result:
+    """The file that a semaphore is, where the C library keeps it: glibc as `sem.<name>`, musl as `<name>`.
+
+    Raises NotFound, or Foreign: a semaphore is a map of that file, and whoever may make the file shorter kills everybody who
+    has it open (SIGBUS). So one of another user's is not taken, although it could decide nothing.
+    """
+    try:
+        return posix.status(Path(DEFAULT_DIR, f"sem.{name[1:]}"))
+    except NotFound:
+        return posix.status(Path(DEFAULT_DIR, name[1:]))
+
+
 def _open(name: str, create: bool, initial: int) -> Optional[_Semaphore]:
-    """The named semaphore, or None where there is none to be had (no library, no permission, not made yet)."""
+    """The named semaphore, or None where there is none to be had (no library, no permission, not made yet, a stranger's)."""
     if posix_ipc is None:
         return None
+    if create:  # anew, or else what is there: O_CREAT alone would not say which of the two it was
+        with suppress(OSError, ValueError, posix_ipc.Error):
+            posix_ipc.Semaphore(name, posix_ipc.O_CREX, mode=posix.PRIVATE, initial_value=initial).close()
     try:
-        if create:
-            semaphore = posix_ipc.Semaphore(name, posix_ipc.O_CREAT, mode=posix.PRIVATE, initial_value=initial)
-        else:
-            semaphore = posix_ipc.Semaphore(name)
-    except (OSError, ValueError, posix_ipc.Error):
-        return None
-    return _Semaphore(semaphore, name)
+        before = _file(name)
+        semaphore = _Semaphore(posix_ipc.Semaphore(name), name)
+        try:
+            if os.path.samestat(before, _file(name)):
+                return semaphore
+        except HandoffError:
+            pass
+        semaphore.close()  # somebody has put another in its place meanwhile
+    except (OSError, ValueError, posix_ipc.Error, HandoffError):
+        pass
+    return None
 
 
 def unlink(paths: PoolPaths) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import posix_ipc
@@ -13,8 +15,8 @@ import pytest
 
 from engine_shim.handoff import posix, semaphores
 from engine_shim.handoff.catalog import ControlPage
-from engine_shim.handoff.errors import Busy
-from engine_shim.handoff.names import PoolPaths
+from engine_shim.handoff.errors import Busy, NotFound
+from engine_shim.handoff.names import DEFAULT_DIR, PoolPaths
 from engine_shim.handoff.semaphores import GLANCE, GUARD_BYTE, Bell, Guard
 from tests.handoff import hammer
 from tests.never_wrong.forked import Engine, engines
@@ -163,6 +165,42 @@ def test_a_semaphore_counted_up_by_a_stranger_lets_nobody_in(page: ControlPage, 
         other(hammer.hold_guard, pool_paths.pool, str(pool_paths.dir))
         with pytest.raises(Busy), guard.hold(0.3):
             pass
+    guard.close()
+
+
+def test_one_put_in_its_place_while_it_is_opened(
+    page: ControlPage, pool_paths: PoolPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was looked at has to be what was opened; whoever cannot tell goes without."""
+    Guard(pool_paths, page.fd, create=True).close()
+    really = semaphores._file
+    for second in (os.stat(page.paths.control), None):
+        looks = [really(pool_paths.guard), second]
+
+        def look(_: str, looks: list[Any] = looks) -> Any:
+            found = looks.pop(0)
+            if found is None:
+                raise NotFound("it is gone")
+            return found
+
+        monkeypatch.setattr(semaphores, "_file", look)
+        guard = Guard(pool_paths, page.fd)
+        assert guard._semaphore is None and not looks
+        assert taken(guard, 1) < 0.5
+        guard.close()
+
+
+def test_another_users_is_not_used(page: ControlPage, pool_paths: PoolPaths) -> None:
+    guard = Guard(pool_paths, page.fd, create=True)
+    assert guard._semaphore is not None
+    guard.close()
+    file = Path(DEFAULT_DIR, f"sem.{pool_paths.guard[1:]}")
+    file.chmod(0o666)
+    guard = Guard(pool_paths, page.fd, create=True)
+    assert guard._semaphore is None
+    guard.reset()
+    with guard.hold(1):
+        pass
     guard.close()
 
 

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from engine_shim.handoff import attachment, request
+from engine_shim.handoff.catalog import ControlPage
 from engine_shim.handoff.names import PoolPaths
+from engine_shim.handoff.semaphores import Bell, Guard
 from tests.generations import states
 from tests.never_wrong.forked import KEPT
 from tests.never_wrong.loading import Loading, loading
@@ -88,8 +90,6 @@ def hold(pool: str, directory: str) -> int:
 
 
 def _ready(paths: PoolPaths) -> list[int]:
-    from engine_shim.handoff.catalog import ControlPage
-
     page = ControlPage.open(paths)
     try:
         return [g.number for g in page.read().of_model("m", "ready")][:1]
@@ -190,3 +190,33 @@ def modes(directory: str) -> dict[str, tuple[int, int, int]]:
         found[entry.name.split(".", 1)[-1]] = (stat.S_IMODE(status.st_mode), status.st_uid, status.st_gid)
     return found
 
+
+
+def plant_semaphore(name: str) -> None:
+    """A named semaphore that everybody may use, made before the sidecar's."""
+    import posix_ipc
+
+    os.umask(0)
+    posix_ipc.Semaphore(name, posix_ipc.O_CREX, mode=0o666, initial_value=1).close()
+
+
+def cut_semaphore(name: str) -> None:
+    """Takes the memory away that everybody who has opened it has mapped."""
+    os.truncate(f"/dev/shm/sem.{name[1:]}", 0)
+
+
+def wait_and_ring(pool: str, directory: str) -> str:
+    """What an engine does that waits, and a sidecar that writes."""
+    paths = PoolPaths(pool, Path(directory))
+    page = ControlPage.create_or_open(paths)
+    bell, guard = Bell(paths, create=True), Guard(paths, page.fd, create=True)
+    KEPT["semaphores"] = bell, guard
+    return use_semaphores()
+
+
+def use_semaphores() -> str:
+    bell, guard = KEPT["semaphores"]
+    bell.ring()
+    bell.wait(0.05)
+    with guard.hold(5):
+        return "done"
