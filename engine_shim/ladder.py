@@ -7,6 +7,7 @@ Ballast; with `BALLAST_MODE=require` it stops with that line instead.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import sys
@@ -155,13 +156,19 @@ class Pool:
         """The pool's control page, opened anew if the pool was removed and made again. Raises NotFound and others."""
         with self._lock:
             if self._control is not None and not self._control.current:
-                self._control.close()
-                self._control = None
-                self._manifests.clear()
-                self._leases.clear()  # holds on a pool that is gone; the maps that have them keep them
+                self.let_go()
             if self._control is None:
                 self._control = ControlPage.open(self.paths)
+                # Not `close`: another thread may be looking at it. It is closed with the last who does.
+                weakref.finalize(self._control, os.close, self._control.fd).atexit = False
             return self._control
+
+    def let_go(self) -> None:
+        """Forgets the pool that was there; whoever has maps of it keeps their leases. The next question opens it again."""
+        with self._lock:
+            self._control = None
+            self._manifests.clear()
+            self._leases.clear()
 
     def catalog(self) -> Catalog:
         return self.control().read()
@@ -401,6 +408,8 @@ def shard_for(path: str) -> Optional[Shard]:
         return _Search(settings, fd, Path(os.fsdecode(path)), began).run()
     except HandoffError as error:
         fall_back(settings, f"{_place(path)} is not taken from memory", error)
+        if isinstance(error.__cause__, OSError) and error.__cause__.errno in (errno.EMFILE, errno.ENFILE):
+            pool().let_go()  # of a descriptor that the engine may need now
     except Exception as error:  # a fault of ours must not take the engine down
         if settings.mode == "require":
             raise

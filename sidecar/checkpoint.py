@@ -755,6 +755,8 @@ def _os_error(path: Path, error: OSError | ValueError) -> CheckpointError:
             f"{shown} may not be read by user {os.geteuid()}; allow it (chmod a+r, and a+x for directories above), "
             "or run Ballast as its owner"
         )
+    if code in (errno.EMFILE, errno.ENFILE):
+        return CheckpointError(f"{shown} cannot be opened: too many open files; raise the limit (ulimit -n)")
     return CheckpointError(f"{shown} cannot be read ({os.strerror(code or 0)}); check the disk or mount and try again")
 
 

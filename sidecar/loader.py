@@ -199,7 +199,8 @@ class ShardLoader:
         try:
             fd = os.open(shard.path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
-            raise CheckpointError(f"{shard.path} cannot be read: {error.strerror}") from error
+            remedy = "; raise the limit (ulimit -n)" if error.errno in (errno.EMFILE, errno.ENFILE) else ""
+            raise CheckpointError(f"{shard.path} cannot be read: {error.strerror}{remedy}") from error
         source = None
         try:
             settled = self._unchanged(fd)

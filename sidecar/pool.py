@@ -56,6 +56,7 @@ class PoolWriter:
         self.page = _take(paths)
         try:
             _share(self.page.fd, posix.PRIVATE, paths.group)
+            taken = self._highest()
         except HandoffError:
             self.page.close()
             raise
@@ -75,7 +76,7 @@ class PoolWriter:
         self.unfinished: list[int] = []
         self.copied: set[int] = set()  # generations found with device copies in their manifests
         self.catalog = dataclasses.replace(
-            previous, boot=secrets.token_hex(16), next=max(previous.next, self._highest() + 1), pool=paths.pool
+            previous, boot=secrets.token_hex(16), next=max(previous.next, taken + 1), pool=paths.pool
         )
 
     # Reading
@@ -95,7 +96,8 @@ class PoolWriter:
     def adopt(self) -> list[Adopted]:
         """Takes over what the previous sidecar left: keeps what is whole, forgets the rest, then sweeps.
 
-        Checks each manifest's digest and every segment's presence, owner, mode and size; reads no tensor and no disk.
+        Checks each manifest's digest and every segment's presence, owner, mode and size; reads no tensor and no disk. What
+        cannot be looked at, for want of descriptors, say, is no reason to drop it: HandoffError.
         What was being loaded is `unfinished`: it stays announced, without its bytes, for the engines that wait for it.
         The caller drops it once he has announced what comes in its place.
         """
@@ -108,7 +110,7 @@ class PoolWriter:
                 try:
                     adopted.append(Adopted(generation, self._check(generation)))
                     continue
-                except HandoffError as error:
+                except (NotFound, Foreign, Damaged) as error:
                     log.warning("generation %d of %s is dropped: %s", generation.number, generation.model, error)
             if generation.state == catalog.LOADING and generation.kind == catalog.CHECKPOINT:
                 self.unfinished.append(generation.number)
@@ -487,11 +489,21 @@ def remove_objects(paths: PoolPaths) -> int:
 
 
 def purge(paths: PoolPaths, force: bool = False) -> int:
-    """Removes a pool that has no sidecar. Raises Busy if it has one, or if engines are attached and not `force`."""
+    """Removes a pool that has no sidecar. Raises Busy if it has one, or if engines are attached and not `force`; Foreign if it
+    is another user's, unless we are root and told to `force`."""
     try:
         fd = posix.open_existing(paths.control, write=True)
     except NotFound:
         return remove_objects(paths)
+    except Foreign as error:
+        if os.geteuid() != 0:
+            raise
+        if not force:
+            raise Foreign(f"{error}; or, as root, use --force") from None
+        page = _another_users(paths)
+        if page is None:
+            return remove_objects(paths)
+        fd = page
     try:
         if not posix.try_flock(fd):
             raise Busy(f"the sidecar of pool {paths.pool!r} is running: stop it first (it removes the pool on SIGINT)")
@@ -503,6 +515,14 @@ def purge(paths: PoolPaths, force: bool = False) -> int:
             return remove_objects(paths)
     finally:
         os.close(fd)
+
+
+def _another_users(paths: PoolPaths) -> int | None:
+    """Another user's control page, for root, who wants to know whether its sidecar lives; None if it is nobody's."""
+    try:
+        return posix.open_existing(paths.control, write=True, group=os.lstat(paths.control).st_gid)
+    except (OSError, HandoffError):
+        return None
 
 
 def recompute(

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Iterator, Optional
 
 from engine_shim.handoff import posix
-from engine_shim.handoff.errors import Damaged, HandoffError, NotFound
+from engine_shim.handoff.errors import Damaged, Foreign, HandoffError, NotFound
 from engine_shim.handoff.names import PoolPaths, new_id, temporary
 
 _LIMIT = 1 << 16  # bytes; a record has some 300
@@ -129,7 +129,8 @@ def _decode(data: bytes, path: str) -> Record:
 
 
 def alive(paths: PoolPaths) -> Iterator[Record]:
-    """The attachments whose holders live. A locked record that cannot be read counts as held, of generation -1.
+    """The attachments whose holders live. A locked record that cannot be read counts as held, of generation -1, and so does one
+    that cannot even be opened, for want of a descriptor, say.
 
     In a pool that is shared with a group, records that its members have given to it count as well.
     """
@@ -140,8 +141,11 @@ def alive(paths: PoolPaths) -> Iterator[Record]:
         path = paths.dir / name.file
         try:
             fd = posix.open_existing(path, group=group)
-        except HandoffError:
+        except (NotFound, Foreign):
             continue  # gone meanwhile, or a stranger's: a stranger holds nothing here
+        except HandoffError:
+            yield Record(generation=-1, model="")
+            continue
         try:
             if not posix.byte_is_locked(fd, _LOCK_BYTE):
                 continue

@@ -180,7 +180,10 @@ def sweep(paths: PoolPaths) -> int:
         path = paths.dir / name.file
         try:
             fd = posix.open_existing(path, write=True)
-        except HandoffError:
+        except (NotFound, Foreign):
+            continue
+        except HandoffError:  # no descriptor is left to ask with: he may live
+            living.add(name.file.split(".")[2])
             continue
         try:
             if posix.try_lock_byte(fd, _LOCK_BYTE) and posix.same_file(fd, path):

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Mapping, Optional
 
+from engine_shim.handoff import posix
 from engine_shim.handoff.errors import NameRefused
 
 DEFAULT_POOL = "main"
@@ -146,12 +147,8 @@ class PoolPaths:
         return ObjectName(file, kind, generation, part["tmp"] is not None)
 
     def objects(self) -> list[ObjectName]:
-        """Every object of this pool that is there now, whole or under construction."""
-        try:
-            files = os.listdir(self.dir)
-        except FileNotFoundError:
-            return []
-        return [found for found in map(self.parse, sorted(files)) if found]
+        """Every object of this pool that is there now, whole or under construction. Raises HandoffError."""
+        return [found for found in map(self.parse, sorted(posix.files(self.dir))) if found]
 
 
 def temporary(path: Path) -> Path:

@@ -221,6 +221,16 @@ def remove(path: Path) -> bool:
     return True
 
 
+def files(directory: Path) -> list[str]:
+    """The names in a directory; none if it is not there. Raises HandoffError, as when no descriptor is left to look with."""
+    try:
+        return os.listdir(directory)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise _error(error, directory) from error
+
+
 def status(path: Path) -> os.stat_result:
     """What is at `path` itself, if it is one of ours. Raises NotFound or Foreign."""
     try:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 
 from engine_shim.handoff import posix
 from engine_shim.handoff.attachment import Record, Token, alive, sweep
-from engine_shim.handoff.errors import NoRoom
+from engine_shim.handoff.errors import HandoffError, NoRoom
 from engine_shim.handoff.names import PoolPaths, new_id, temporary
 from tests.handoff import hammer
 from tests.never_wrong.forked import Engine, engines
@@ -231,6 +232,88 @@ def test_another_users_record(paths: PoolPaths) -> None:
     finally:
         os.close(fd)
         path.unlink()
+
+
+@pytest.mark.parametrize("step", ["try_lock_byte", "rename"])
+def test_a_sweep_between_making_and_locking(
+    paths: PoolPaths, interrupted: Callable[[str], None], step: str
+) -> None:
+    """The cleaner took it for a dead one's: it is made again, under another name."""
+    interrupted(step)
+    token = Token.take(paths, 1, "m")
+    [record] = alive(paths)
+    assert record.identifier == token.record.identifier and len(records(paths)) == 1
+    token.release()
+    assert not records(paths)
+
+
+def test_for_want_of_a_descriptor_everything_is_held(paths: PoolPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who cannot look must not think that nobody is there: what an engine holds would be freed."""
+    token = Token.take(paths, 1, "m")
+
+    def none_left(*_: Any, **__: Any) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", none_left)
+        assert [record.generation for record in alive(paths)] == [-1]
+        assert sweep(paths) == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "listdir", none_left)
+        for look in (alive, sweep):
+            with pytest.raises(HandoffError, match="too many open files"):
+                list(look(paths))  # type: ignore[call-overload]
+    assert [record.generation for record in alive(paths)] == [1]
+    token.release()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another: run the tests as root")
+def test_records_of_a_groups_members(paths: PoolPaths) -> None:
+    """In a pool that is shared, a member's record counts while he lives, and goes when he is dead. One that he has not given to
+    the group, or that is still being made, is left to him."""
+    page = posix.create(paths.control)
+    posix.share(page, posix.PRIVATE, 64100)
+    held = []
+    for group, name in ((64100, ""), (64101, ""), (64100, f".{new_id()}.tmp")):
+        path = paths.dir / f"{paths.attachment(new_id()).name}{name}"
+        fd = posix.create(path)
+        assert posix.try_lock_byte(fd, 0)
+        posix.write_exactly(fd, json.dumps(hammer.fields(Record(5, "m"))).encode(), 0, path)
+        os.chown(path, 64002, group)
+        os.fchmod(fd, 0o640)
+        held.append((fd, path))
+    assert [record.generation for record in alive(paths)] == [5, 5], "that of no member is nobody's"
+    assert sweep(paths) == 0
+    own = Token.take(paths, 1, "m")
+    assert os.stat(paths.attachment(own.record.identifier)).st_gid == 64100
+    own.release()
+    for fd, _ in held:
+        os.close(fd)
+    assert not list(alive(paths))
+    assert sweep(paths) == 1 and not held[0][1].exists()
+    for path in (held[1][1], held[2][1], paths.control):
+        path.unlink()
+    os.close(page)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another: run the tests as root")
+def test_a_members_record_that_the_directory_keeps(paths: PoolPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sticky directory lets nobody else remove it: no error, and no record of the living either."""
+    page = posix.create(paths.control)
+    posix.share(page, posix.PRIVATE, 64100)
+    path = paths.attachment(new_id())
+    os.close(posix.create(path))
+    os.chown(path, 64002, 64100)
+
+    def refuses(_: Any) -> None:
+        raise PermissionError(1, "no")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", refuses)
+        assert sweep(paths) == 0
+    assert sweep(paths) == 1
+    paths.control.unlink()
+    os.close(page)
 
 
 def test_no_room_for_a_record_leaves_nothing(paths: PoolPaths, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,7 +45,4 @@ def listening() -> Iterator[Lines]:
 
 def forget_pools() -> None:
     """This process looks at every pool anew."""
-    for view in ladder._pools.values():
-        if view._control is not None:
-            view._control.close()
     ladder._pools.clear()

@@ -165,15 +165,23 @@ def test_few_descriptors_for_a_sidecar(pool_name: str, tmp_path: Path) -> None:
     assert not left_behind(pool_name)
 
 
-def test_few_descriptors_for_an_engine(pool_name: str, tmp_path: Path) -> None:
+def test_fewer_than_a_sidecar_needs(pool_name: str, tmp_path: Path) -> None:
+    """It says so and ends, and has left nothing."""
+    waited, said = served_under("--nofile=5", checkpoint(tmp_path / "m", 1, SIZE), pool_name)
+    assert waited != 0 and "oo many open files; raise the limit (ulimit -n)" in said, said
+    assert not left_behind(pool_name)
+
+
+@pytest.mark.parametrize("free", [2, 3])
+def test_few_descriptors_for_an_engine(pool_name: str, tmp_path: Path, free: int) -> None:
+    """Two are what the engine needs by itself; a third is not enough for page, record and segment."""
     folder = checkpoint(tmp_path / "m", 1, SIZE)
-    with Sidecar(pool_name, folder) as sidecar, Engine(pool_name) as engine:
+    file = str(folder / "model.safetensors")
+    with Sidecar(pool_name, folder) as sidecar, Engine(pool_name) as engine, Engine() as plain:
         sidecar.ready("m")
-        free = engine(limited.few_descriptors, 3)  # two for the engine itself, and one: not enough for page, record and segment
-        assert free
-        loaded = engine(engine_side.load, "safe_open", str(folder / "model.safetensors"))
-        with Engine() as plain:
-            assert loaded == plain(engine_side.load, "safe_open", str(folder / "model.safetensors"))
+        for process in (engine, plain):
+            assert process(limited.few_descriptors, free)
+        assert engine(engine_side.load, "safe_open", file) == plain(engine_side.load, "safe_open", file)
         assert "too many open files" in engine.lines[0] and len(engine.lines) == 1
 
 

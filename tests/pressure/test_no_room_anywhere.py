@@ -24,22 +24,25 @@ from tests.never_wrong.loading import Loading, loading
 
 SIZE = 40_000
 CALLS = ("open", "pwrite", "pwritev", "posix_fallocate", "link")  # that may find a file system full
+LOOKS = ("open", "listdir")  # that take a descriptor
 
 
 class Full:
-    """Makes the n-th call that takes room in a directory fail, and every one after it while `lasting`."""
+    """Makes the n-th call that takes room in a directory fail, and every one after it while `lasting`; with LOOKS, the n-th
+    that takes a descriptor."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, code: int, calls: tuple[str, ...] = CALLS) -> None:
         self.turn = 0
         self.count = 0
         self.lasting = False
         self._code = code
-        for name in CALLS:
+        self._calls = calls
+        for name in calls:
             monkeypatch.setattr(os, name, self._wrapped(name, getattr(os, name)))
 
     def _wrapped(self, name: str, really: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **more: Any) -> Any:
-            if name != "open" or args[1] & os.O_CREAT:
+            if name != "open" or self._calls is LOOKS or args[1] & os.O_CREAT:
                 self.count += 1
                 if self.turn and (self.count == self.turn or (self.lasting and self.count > self.turn)):
                     raise OSError(self._code, os.strerror(self._code))
@@ -122,3 +125,46 @@ def test_every_allocation(
     told = []
     everything(pool_paths, files, told)
     assert not told
+
+
+@pytest.mark.parametrize("lasting", [False, True], ids=["once", "from_then_on"])
+def test_no_descriptor_to_look_with(
+    pool_paths: PoolPaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lasting: bool
+) -> None:
+    """Who cannot look does not conclude: what an engine holds is not freed, a living one's record not swept, what is whole not
+    dropped by the next sidecar."""
+    monkeypatch.setattr(serve, "_wait_until_settled", lambda found: None)
+    short = Full(monkeypatch, errno.EMFILE, LOOKS)
+
+    def at_each(deed: Callable[[], Any], whole: Callable[[], bool]) -> None:
+        turn = failed = 0
+        while True:
+            turn += 1
+            with short.at(turn, lasting):
+                try:
+                    deed()
+                except HandoffError as error:
+                    failed += 1
+                    assert "too many open files" in str(error)
+            assert whole(), turn
+            if short.count < turn:
+                break
+            assert turn < 200
+        assert turn > 2 and failed
+
+    def starts() -> None:
+        with loading(pool_paths, remove=False) as again:
+            assert [adopted.generation.number for adopted in again.pool.adopt()] == [2]
+
+    with loading(pool_paths, remove=False) as pool:
+        for seed in (1, 2):
+            load(pool, checkpoint(tmp_path / "m", seed, SIZE), [])
+        token = attachment.Token.take(pool_paths, 1, "m")
+        pool.pool.retire(1)
+        record = pool_paths.attachment(token.record.identifier)
+        for deed in (pool.pool.collect, pool.pool.sweep):
+            at_each(deed, lambda: record.exists() and all(pool_paths.segment(number, 0).exists() for number in (1, 2)))
+    at_each(starts, pool_paths.segment(2, 0).exists)
+    token.release()
+    with loading(pool_paths):
+        pass
