@@ -573,13 +573,15 @@ def purge(
     pool: Pool = DEFAULT_POOL,
     everything: Annotated[bool, typer.Option("--all", help="Every pool of the directory instead of one.")] = False,
     force: Annotated[
-        bool, typer.Option("--force", "-f", help="Even if engines are attached, or nothing is there.")
+        bool,
+        typer.Option("--force", "-f", help="Even if engines are attached, or nothing is there; as root, anybody's pool."),
     ] = False,
     directory: Dir = Path(DEFAULT_DIR),
 ) -> int:
     """Remove a pool that has no sidecar any more. Engines that are attached keep their weights until they end.
 
-    Refuses while the sidecar is running, and, without --force, while engines are attached.
+    Refuses while the sidecar is running, and, without --force, while engines are attached. Root removes another user's pool
+    with --force.
     """
     from engine_shim.handoff.names import pools
     from sidecar import pool as pool_writer

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from engine_shim.handoff import semaphores
+from engine_shim.handoff.names import PoolPaths
 from tests.generations.parts import checkpoint as make
 from tests.never_wrong import engine_side
 from tests.never_wrong.forked import Engine
@@ -165,6 +167,41 @@ def test_a_page_cannot_be_lent_to_another_pool(tmp_path: Path, checkpoint: Path,
     engine(actors.look_at, "other")
     kind, text = engine(engine_side.attempt, "open", "m")
     assert kind == "Damaged" and "is the control page of pool 'p'" in text
+
+
+@pytest.mark.parametrize("kind", ["guard", "bell"])
+def test_a_strangers_semaphore_is_not_used(tmp_path: Path, pool_paths: PoolPaths, people: People, kind: str) -> None:
+    """It decides nothing, but it is a map of his file: he makes that shorter, and whoever looks there is killed (SIGBUS)."""
+    if not Path("/dev/shm/.").stat().st_mode & 0o002:
+        pytest.skip("other users may make nothing in /dev/shm here")
+    name = getattr(pool_paths, kind)
+    stranger = people.user(STRANGER)
+    stranger(actors.plant_semaphore, name)
+    owner = people.user(OWNER)
+    try:
+        assert owner(actors.wait_and_ring, pool_paths.pool, str(_place(tmp_path, 0o1777))) == "done"
+        stranger(actors.cut_semaphore, name)
+        assert owner(actors.use_semaphores) == "done"
+    finally:
+        semaphores.unlink(pool_paths)
+
+
+def test_root_removes_another_users_pool_when_told_to(tmp_path: Path, checkpoint: Path, people: People) -> None:
+    place = _place(tmp_path, 0o1777)
+    owner = people.user(OWNER)
+    owner(actors.serve, POOL, str(place), str(checkpoint), None)
+    purging = ("purge", "--pool", POOL, "--dir", str(place))
+    done = ballast(*purging)
+    assert done.returncode == 1 and f"belongs to user {OWNER}" in done.stderr and "as root, use --force" in done.stderr
+    living = ballast(*purging, "--force")
+    assert living.returncode == 1 and "is running: stop it first" in living.stderr, "not even by force"
+    owner.kill()
+    assert list(place.iterdir())
+    done = ballast(*purging, "--force")
+    assert (done.returncode, done.stderr) == (0, "") and not list(place.iterdir()), done
+    people.user(STRANGER)(actors.plant, str(place / f"ballast-{POOL}.ctl"), "symlink")
+    assert ballast(*purging).returncode == 1
+    assert ballast(*purging, "--force").returncode == 0 and not list(place.iterdir())
 
 
 # Groups
