@@ -11,7 +11,7 @@ from pathlib import Path
 
 from hypothesis import strategies as st
 
-from engine_shim.handoff.dtypes import BITS, byte_size
+from engine_shim.handoff.dtypes import BITS
 
 DTYPES = tuple(BITS)
 TORCH_DTYPES = tuple(dtype for dtype in DTYPES if not dtype.startswith("F6"))  # those that torch can hold
@@ -60,7 +60,7 @@ class Checkpoint:
 
 def entry(dtype: str, shape: Sequence[int], seed: int = 0) -> Entry:
     """A tensor with some bytes that differ from position to position."""
-    size = byte_size(dtype, shape)
+    size = BITS[dtype] * math.prod(shape) // 8
     return dtype, tuple(shape), bytes((seed * 131 + 7 * i + i // 251) % 256 for i in range(size))
 
 
@@ -92,7 +92,7 @@ def entries(draw: st.DrawFn, dtypes: Sequence[str] = DTYPES) -> Entry:
     shape = draw(shapes)
     if BITS[dtype] * math.prod(shape) % 8:
         shape = (*shape, 4)  # packed elements have to end on a whole byte
-    size = byte_size(dtype, shape)
+    size = BITS[dtype] * math.prod(shape) // 8
     data = draw(st.binary(min_size=min(size, 32), max_size=min(size, 32)))
     return dtype, shape, (data * (size // 32 + 1))[:size]
 

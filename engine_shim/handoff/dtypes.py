@@ -6,20 +6,8 @@ multiple of eight.
 
 from __future__ import annotations
 
-from typing import Sequence
-
 BITS = {
     "BOOL": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8,
     "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32,
     "C64": 64, "F64": 64, "I64": 64, "U64": 64,
 }  # fmt: skip
-
-
-def byte_size(dtype: str, shape: Sequence[int]) -> int:
-    """Bytes of a dense tensor. Raises KeyError for an unknown type, ValueError where packed elements leave half a byte."""
-    bits = BITS[dtype]
-    for extent in shape:
-        bits *= extent
-    if bits % 8:
-        raise ValueError(f"{dtype} of shape {list(shape)} does not end on a whole byte")
-    return bits // 8

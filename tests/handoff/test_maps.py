@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from engine_shim.handoff import maps
+from engine_shim.handoff.errors import HandoffError
 from engine_shim.handoff.names import PoolPaths
 from tests.handoff import hammer
 from tests.never_wrong.forked import Engine
@@ -107,6 +108,31 @@ def test_huge_pages_change_no_byte(path: Path) -> None:
     assert path.read_bytes() == before == bytes(buffer)
     assert 0 <= maps.in_memory(buffer, 100, 5000) <= 1
     os.close(fd)
+
+
+def test_a_map_that_the_kernel_refuses(path: Path) -> None:
+    """Of a file that may only be read: no writable map, no change to one that is there, nothing of it left in memory."""
+    fd = os.open(path, os.O_RDONLY)
+    before = Path("/proc/self/maps").read_text().count("\n")
+    for _ in range(20):
+        with pytest.raises(HandoffError, match="of a file cannot be mapped: Permission denied"):
+            maps.writable(fd, SIZE)
+    assert Path("/proc/self/maps").read_text().count("\n") < before + 10
+    buffer = maps.shared(fd, SIZE)
+    os.close(fd)
+    with pytest.raises(HandoffError, match="a map cannot be made private: Bad file descriptor"):
+        maps.make_private(buffer, fd)
+    assert bytes(buffer[:4]) == path.read_bytes()[:4]
+    with pytest.raises(HandoffError, match="bytes cannot be mapped"):
+        maps.shared(fd, 1 << 60)
+
+
+def test_where_the_kernel_does_not_tell_all_is_in_memory(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    buffer = maps.shared(fd, SIZE)
+    os.close(fd)
+    monkeypatch.setattr(maps._libc, "mincore", lambda *_: -1)
+    assert maps.in_memory(buffer, 0, SIZE) == 1
 
 
 def test_no_address_space(path: Path) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 from engine_shim.handoff import manifest, publication
 from engine_shim.handoff.catalog import ControlPage
-from engine_shim.handoff.errors import NameRefused, NoRoom, NotFound
+from engine_shim.handoff.errors import Foreign, NameRefused, NoRoom, NotFound
 from engine_shim.handoff.manifest import ALIGNMENT, SEGMENT_ALIGNMENT
 from engine_shim.handoff.names import PoolPaths
 from engine_shim.handoff.publication import Publication, alive
@@ -123,6 +124,40 @@ def test_no_room(paths: PoolPaths, monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(NoRoom):
             publishing.reserve([3000, 3000])
         assert files(paths) == before
+    assert not files(paths)
+
+
+@pytest.mark.parametrize("step", ["try_lock_byte", "same_file"])
+def test_a_sweep_between_making_and_locking(paths: PoolPaths, interrupted: Callable[[str], None], step: str) -> None:
+    with Publication(paths, "m") as publishing:
+        interrupted(step)
+        publishing.add(storage(10))
+        assert len(files(paths)) == 1 and alive(paths.dir / files(paths)[0])
+        publishing.commit({}, {}, "k")
+    assert len(files(paths)) == 2
+
+
+def test_reserved_in_several_segments(paths: PoolPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(publication, "SEGMENT_BYTES", 10_000)
+    with Publication(paths, "m") as publishing:
+        places = publishing.reserve([4000, 4000, 4000])
+        assert len({id(place.buffer) for place in places}) == 2
+        places[2].buffer[places[2].offset : places[2].offset + 3] = b"abc"
+        assert publishing.reserve([]) == []
+        publishing.finish()
+        seen = [publishing.view(place.row) for place in places]
+        assert seen[0][0] is seen[1][0] is not seen[2][0], "one map for each segment"
+        buffer, offset = seen[2]
+        assert bytes(buffer[offset : offset + 3]) == b"abc"
+        publishing.commit({}, {}, "k")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another: run the tests as root")
+def test_nobody_publishes_to_anothers_pool(paths: PoolPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+    os.chown(paths.control, 64001, 64001)
+    monkeypatch.setenv("BALLAST_TRUST", "64001")
+    with pytest.raises(Foreign, match="belongs to another user, who alone publishes to it"):
+        Publication(paths, "m")
     assert not files(paths)
 
 

@@ -120,6 +120,12 @@ def test_the_machines_memory(fake: Fake, tmp_path: Path) -> None:
     assert room(tmp_path).bytes == 42 * 1024
 
 
+def test_a_kernel_that_does_not_say_what_is_available(fake: Fake, tmp_path: Path) -> None:
+    """Before Linux 3.14, and where /proc is a container runtime's own."""
+    fake(None, {}, "MemTotal:       100 kB\nMemFree:         10 kB\n")
+    assert room(tmp_path).machine is None
+
+
 def test_this_machine() -> None:
     found = room(Path("/dev/shm"))
     assert found.machine is not None

@@ -204,6 +204,20 @@ def test_when_times_can_be_trusted() -> None:
     assert not ahead.settled(6_000_000_000)
 
 
+def test_a_file_that_ends_before_its_sample(base: Path) -> None:
+    """Size and header agree with what is known, and the file is shorter than its header says."""
+    fd = os.open(base, os.O_RDONLY)
+    try:
+        file = identity.File(fd, base)
+        header = file.header[0]
+        known = identity.FileIdentity(file.stat.size, header, "0" * 32, None)
+        with pytest.raises(Mismatch, match="too early"):
+            file.check(known, [10_000], [1 << 30])
+        assert file.header[0] == header
+    finally:
+        os.close(fd)
+
+
 def test_a_sample_beyond_the_end(base: Path) -> None:
     fd = os.open(base, os.O_RDONLY)
     try:
