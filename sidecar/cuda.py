@@ -10,7 +10,7 @@ import itertools
 import os
 import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -99,8 +99,8 @@ class Gpu:
             # By its address: the bindings hide the handle's bytes since their version 13.4.
             return ctypes.string_at(handle.getPtr(), HANDLE_BYTES), int(size), pointer - int(base)
 
-    def upload(self, pointer: int, fd: int, size: int, way: str, stop: threading.Event) -> None:
-        """Fills `size` bytes at `pointer` with those of a segment. Returns early once `stop` is set."""
+    def upload(self, pointer: int, fd: int, size: int, way: str, stop: Callable[[], bool]) -> None:
+        """Fills `size` bytes at `pointer` with those of a segment. Returns early once `stop` says so."""
         if way == REGISTERED:
             try:
                 self._upload_registered(pointer, fd, size, stop)
@@ -110,7 +110,7 @@ class Gpu:
                     raise  # otherwise: this machine cannot pin shared pages; in pieces it can
         self._upload_staged(pointer, fd, size, stop)
 
-    def _upload_registered(self, pointer: int, fd: int, size: int, stop: threading.Event) -> None:
+    def _upload_registered(self, pointer: int, fd: int, size: int, stop: Callable[[], bool]) -> None:
         buffer = maps.shared(fd, size)
         address = ctypes.addressof(buffer)
         with self.current():
@@ -119,7 +119,7 @@ class Gpu:
             try:
                 stream = self._call("cuStreamCreate", 0)
                 for offset in range(0, size, _PIECE):
-                    if stop.is_set():
+                    if stop():
                         break
                     length = min(_PIECE, size - offset)
                     self._call("cuMemcpyHtoDAsync", pointer + offset, address + offset, length, stream)
@@ -129,7 +129,7 @@ class Gpu:
                     self._call("cuStreamDestroy", stream)
                 self._call("cuMemHostUnregister", address)
 
-    def _upload_staged(self, pointer: int, fd: int, size: int, stop: threading.Event) -> None:
+    def _upload_staged(self, pointer: int, fd: int, size: int, stop: Callable[[], bool]) -> None:
         """Several threads, each with a pinned buffer: while one copies to the device the others fill theirs."""
         pieces = itertools.count()
         failed = threading.Event()
@@ -141,7 +141,7 @@ class Gpu:
                 try:
                     stream = self._call("cuStreamCreate", 0)
                     view = memoryview((ctypes.c_ubyte * _BUFFER).from_address(int(host))).cast("B")
-                    while not failed.is_set() and not stop.is_set():
+                    while not failed.is_set() and not stop():
                         offset = next(pieces) * _BUFFER
                         if offset >= size:
                             return

@@ -12,7 +12,6 @@ import contextlib
 import logging
 import os
 import signal
-import threading
 import time
 from dataclasses import dataclass, field
 from types import FrameType
@@ -65,7 +64,7 @@ class Holder:
         self._manifests: dict[int, tuple[object, Manifest]] = {}
         self._written: dict[int, holder.Page] = {}
         self._engines: dict[str, int] = {}  # attachments to our memory, by a descriptor of their own, however the pool fares
-        self._stop = threading.Event()
+        self._signals = 0  # so many have come; all that their handler does is count
         self._page: ControlPage | None = None
         for other in holder.alive(paths):
             both = set(other.gpus) & {gpu.uuid for gpu in gpus}
@@ -85,8 +84,8 @@ class Holder:
         previous = [signal.signal(number, self._on_signal) for number in (signal.SIGTERM, signal.SIGINT)]
         try:
             log.info("holding device memory for pool %s on %s", self.paths.pool, ", ".join(g.uuid for g in self.gpus))
-            while not self._stop.is_set() and self._turn():
-                time.sleep(_TURN)  # not `self._stop.wait`: a signal that meets its lock held would wait for ever in `set`
+            while not self._told() and self._turn():
+                time.sleep(_TURN)
             self._wait_for_engines()
             return 0
         finally:
@@ -102,9 +101,10 @@ class Holder:
             log.info("holds no device memory any more")
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
-        if self._stop.is_set():
-            signal.signal(number, signal.SIG_DFL)  # a third one ends it, engines or not
-        self._stop.set()
+        self._signals += 1
+
+    def _told(self) -> bool:
+        return self._signals > 0
 
     def _wait_for_engines(self) -> None:
         """Whoever still has our memory open would read what is not defined: so we stay until he is gone."""
@@ -119,6 +119,9 @@ class Holder:
             if self._engines and not told:
                 log.info("waiting for %d engines that use device memory", len(self._engines))
                 told = True
+            if self._signals > 1:  # whoever asks a third time means it, engines or not
+                for number in (signal.SIGTERM, signal.SIGINT):
+                    signal.signal(number, signal.SIG_DFL)
             time.sleep(_TURN)
 
     # One turn
@@ -150,7 +153,7 @@ class Holder:
         for place in [place for place in self._lacking if place not in wanted]:
             del self._lacking[place]
         for (_, uuid), generation in wanted.items():
-            if self._stop.is_set():
+            if self._told():
                 break
             self._bring(generation, next(gpu for gpu in self.gpus if gpu.uuid == uuid))
         self._write_pages()
@@ -302,10 +305,10 @@ class Holder:
                 return  # the rest when it is there
             fd = posix.open_existing(self.paths.segment(generation.number, index))
             try:
-                held.gpu.upload(held.pointers[index], fd, held.sizes[index], self._way, self._stop)
+                held.gpu.upload(held.pointers[index], fd, held.sizes[index], self._way, self._told)
             finally:
                 os.close(fd)
-            if self._stop.is_set():
+            if self._told():
                 return
             held.uploaded += 1
         if generation.state != catalog.READY:

@@ -19,6 +19,7 @@ import fcntl
 import hashlib
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +37,7 @@ HOOK_TARGET = f"{PACKAGE}/hooks/site/{HOOK}"
 _COPY = "ballast-"
 _BUILDING = ".ballast-"  # and .tmp: of an injection that has not ended, or was killed
 _SUFFIXES = (".py", ".pth")
+_TURN_WITHIN = 60.0  # seconds; another injection takes one
 
 
 class InjectionRefused(HandoffError):
@@ -146,9 +148,21 @@ def _alone(directory: Path) -> Iterator[None]:
     """Two that inject into one folder at once do so one after the other."""
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        # Not every volume knows locks. Without one, two at once may remove each other's unfinished copy, and one fails.
-        with contextlib.suppress(OSError):
-            fcntl.flock(fd, fcntl.LOCK_EX)
+        deadline = time.monotonic() + _TURN_WITHIN
+        while True:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise InjectionRefused(
+                        f"another 'ballast inject' has been at work in {directory} for {_TURN_WITHIN:.0f} s: end it, or wait "
+                        "for it, and try again"
+                    ) from None
+                time.sleep(0.05)
+            except OSError:
+                # Not every volume knows locks. Without one, two at once may remove each other's unfinished copy, and one fails.
+                break
         yield
     finally:
         os.close(fd)

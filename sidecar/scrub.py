@@ -51,10 +51,12 @@ class Scrubber:
     def start(self) -> None:
         self._thread.start()
 
-    def stop(self) -> None:
+    def stop(self, timeout: float) -> bool:
+        """Ends it, and says whether it has ended: it looks up after each block, but has the lowest priority."""
         self._stop.set()
         if self._thread.ident is not None:
-            self._thread.join()
+            self._thread.join(timeout)
+        return not self._thread.is_alive()
 
     def _work(self) -> None:
         with contextlib.suppress(OSError):  # this thread alone; where it may not, it has the rate still

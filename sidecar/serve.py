@@ -193,21 +193,20 @@ class Sidecar:
             self._queue.put(None)
             if worker.ident is not None:
                 worker.join(END_WITHIN)
-            if scrubber is not None:
-                scrubber.stop()
-            if worker.is_alive():
-                self._abandon(remove)
+            scrubbed = scrubber is None or scrubber.stop(END_WITHIN)
+            if worker.is_alive() or not scrubbed:
+                self._abandon(remove, "a checkpoint's file" if worker.is_alive() else "shared memory")
             pool.close(remove)
             self._residency.end(remove)
             for number, handler in zip((signal.SIGTERM, signal.SIGINT), previous, strict=True):
                 signal.signal(number, handler)
             log.info("stopped; the pool %s", "is removed" if remove else "stays for the next sidecar")
 
-    def _abandon(self, remove: bool) -> None:
+    def _abandon(self, remove: bool, what: str) -> None:
         """Ends the process although a thread still reads: closing under it would hand its descriptors to others."""
         log.error(
-            "a read of a checkpoint's file does not come back after %.0f s (is its disk or network volume gone?); ending "
-            "without it, the pool %s", END_WITHIN, "is removed" if remove else "stays for the next sidecar",
+            "a read of %s does not come back after %.0f s (is its disk or network volume gone?); ending "
+            "without it, the pool %s", what, END_WITHIN, "is removed" if remove else "stays for the next sidecar",
         )  # fmt: skip
         if remove:
             self._pool.remove()

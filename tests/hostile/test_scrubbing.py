@@ -103,7 +103,7 @@ def test_it_is_no_faster_than_it_may_be_and_stops_at_once(filled: Loading, tmp_p
     slow.start()
     time.sleep(0.5)
     assert [record.engine for record in attachment.alive(filled.paths)] == ["ballast scrub"], "12 MiB take it 12 s"
-    slow.stop()
+    assert slow.stop(5)
     assert time.monotonic() - began < 5 and not list(attachment.alive(filled.paths))
     began = time.monotonic()
     assert Scrubber(filled.pool, 3600, lambda _: None, rate=24 << 20).round() == 0
@@ -147,4 +147,4 @@ def test_a_fault_of_a_round_does_not_end_it(filled: Loading, monkeypatch: pytest
     scrubber = Scrubber(filled.pool, 0.01, lambda _: None)
     scrubber.start()
     assert rounds.wait(10)
-    scrubber.stop()
+    assert scrubber.stop(5)

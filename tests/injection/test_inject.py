@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import glob
 import json
 import os
@@ -224,6 +225,17 @@ def test_two_at_once(volume: Path) -> None:
     ]
     assert [command.wait(60) for command in commands] == [0] * 6
     assert len(list(volume.iterdir())) == 3
+
+
+def test_one_that_stands_still_is_not_waited_for_for_ever(volume: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(injecting, "_TURN_WITHIN", 0.2)
+    fd = os.open(volume, os.O_RDONLY)
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    with pytest.raises(InjectionRefused, match="another 'ballast inject' has been at work"):
+        inject(volume)
+    assert not list(volume.iterdir())
+    os.close(fd)
+    assert inject(volume).changed
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to mount a file system read-only: run the tests as root")
