@@ -12,8 +12,9 @@ import pytest
 
 from engine_shim.handoff.names import DEFAULT_DIR, PREFIX, PoolPaths
 
-# Where the tests are a job in the background, SIGINT is ignored, and so it would be in every process they start.
+# Where the tests are a job in the background, SIGINT and SIGQUIT are ignored, and so they would be in every process they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 
 
 def left_behind(pool: str, directory: str = DEFAULT_DIR) -> list[str]:
