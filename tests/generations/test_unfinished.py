@@ -42,6 +42,12 @@ def under_another_name(folder: Path) -> None:
     (folder / "model-00002-of-00002.safetensors.incomplete").touch()
 
 
+def not_one_of_a_series(folder: Path) -> None:
+    """Only the mark tells that another is to come."""
+    file(folder / "first.safetensors")
+    (folder / "second.safetensors.part").touch()
+
+
 def one_of_three(folder: Path) -> None:
     file(folder / "model-00002-of-00003.safetensors")
 
@@ -53,7 +59,7 @@ def index_first(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
-STAGES = [growing, only_its_header, written_in_place, under_another_name, one_of_three, index_first]
+STAGES = [growing, only_its_header, written_in_place, under_another_name, not_one_of_a_series, one_of_three, index_first]
 
 
 @pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.__name__)

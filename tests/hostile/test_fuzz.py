@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine_shim.handoff import manifest, posix
-from engine_shim.handoff.catalog import FAILED, READY
+from engine_shim.handoff.catalog import ENGINE, FAILED, READY
 from engine_shim.handoff.names import PoolPaths
 from tests.generations.states import publish
 from tests.hostile import readers
@@ -148,6 +148,27 @@ def test_publications(crowded: Loading, changes: list[tuple[list[float], Any]], 
         crowded.pool.drop(generation.number)
     crowded.pool.sweep()
     assert [name.file for name in paths.objects() if name.kind != "ctl"] == []
+
+
+@pytest.mark.parametrize(
+    "change", [{"kind": "checkpoint"}, {"complete": True}, {"engine": {}}, {"engine": {"key": 1}}], ids=str
+)
+def test_what_an_engine_must_not_say(crowded: Loading, change: dict[str, Any]) -> None:
+    """That it publishes what files hold, say, which other engines would take for the model's own weights."""
+    identifier = publish(crowded.paths, "m", "key", 5000)
+    place = crowded.paths.publication(identifier)
+    document = {**json.loads(place.read_bytes()[manifest._HEADER.size :]), **change}
+    if "complete" in change:
+        document["tensors"] = [[*row[:7], "0" * 32, row[8]] for row in document["tensors"]]
+    place.unlink()
+    fd = posix.create(place)
+    posix.write_exactly(fd, readers.sealed(json.dumps(document).encode()), 0, place)
+    os.close(fd)
+    assert not crowded.pool.adopt_publication(identifier)
+    [said] = [g for g in crowded.pool.catalog.generations if g.state == FAILED]
+    assert "is not a publication of an engine's state" in said.reason and said.kind == ENGINE
+    crowded.pool.drop(said.number)
+    assert not crowded.pool.publications()
 
 
 # Coverage-guided
