@@ -168,6 +168,26 @@ def test_rollback_says_why_not(pool_name: str, tmp_path: Path) -> None:
     assert ballast("rollback", "m", "--pool", pool_name).returncode == 3
 
 
+def test_only_what_is_there_is_gone_back_to(filled: Loading, tmp_path: Path) -> None:
+    """One that was retired, freed, or lost a file in the same moment: a refusal, and the catalog as it was."""
+    for seed in (1, 2, 3):
+        filled.load(checkpoint(tmp_path / "m", seed, SIZE))
+    pool, paths = filled.pool, filled.paths
+    before = pool.catalog
+    assert before.of_model("m", RETIRED)[0].number == 1
+    with pytest.raises(NotFound, match="generation 1 is not there any more: see 'ballast status'"):
+        pool.again(1)
+    pool.collect()
+    with pytest.raises(NotFound, match="generation 1 is not there any more"):
+        pool.again(1)
+    paths.segment(2, 0).rename(paths.dir / "ballast-away")
+    with pytest.raises(NotFound, match=r"g2\.w0 is not there"):
+        history.rollback(pool, "m")
+    (paths.dir / "ballast-away").rename(paths.segment(2, 0))
+    assert [g.number for g in pool.ready("m")] == [3, 2]
+    assert history.rollback(pool, "m").over == 3
+
+
 def test_states_go_with_their_weights(filled: Loading, tmp_path: Path) -> None:
     """An engine's state belongs to the weights that were newest when it came; it stays as long as they are kept."""
     folder = checkpoint(tmp_path / "m", 1, SIZE)
