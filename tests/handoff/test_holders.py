@@ -57,7 +57,10 @@ def test_a_watch_sees_the_death_although_the_record_is_gone(paths: PoolPaths) ->
     token = Token(paths, [A])
     watch = Watch(paths, token.identifier)
     assert watch.alive
+    other = Token(paths, [B])
     token.release()
+    assert [one.identifier for one in holder.alive(paths)] == [other.identifier]
+    other.release()
     assert not watch.alive
     watch.close()
     with pytest.raises(NotFound):

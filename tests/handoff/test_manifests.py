@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import os
 import struct
@@ -18,7 +19,18 @@ from engine_shim.handoff import manifest, posix
 from engine_shim.handoff.dtypes import BITS
 from engine_shim.handoff.errors import Damaged, Foreign, NoRoom, NotFound
 from engine_shim.handoff.identity import FileIdentity
-from engine_shim.handoff.manifest import ALIGNMENT, Manifest, Shard, Tensor, align, decode, encode
+from engine_shim.handoff.manifest import (
+    ALIGNMENT,
+    HANDLE_BYTES,
+    DeviceCopy,
+    Manifest,
+    Shard,
+    Tensor,
+    Window,
+    align,
+    decode,
+    encode,
+)
 from sidecar import checkpoint, serve
 from tests.checkpoints import Checkpoint, checkpoints, one_of_each
 
@@ -295,6 +307,64 @@ def test_written_and_read(pool_paths: Any, sound: bytes) -> None:
     path.unlink()
     with pytest.raises(NotFound):
         manifest.read(path)
+
+
+def test_the_old_one_is_there_until_the_new_is_whole(
+    pool_paths: Any, sound: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At every step in which its writer may die, readers find one of the two."""
+    path = pool_paths.manifest(1)
+    old, new = decode(sound, PATH), dataclasses.replace(decode(sound, PATH), source="elsewhere")
+    manifest.write(old, path)
+    steps = []
+    for step in ("create", "write_exactly", "share", "rename"):
+        really = getattr(posix, step)
+
+        def look(*args: Any, step: str = step, really: Any = really) -> Any:
+            before = manifest.read(path)
+            done = really(*args)
+            steps.append((step, before == old, manifest.read(path) == old))
+            return done
+
+        monkeypatch.setattr(posix, step, look)
+    manifest.write(new, path)
+    monkeypatch.undo()
+    assert steps == [(step, True, step != "rename") for step in ("create", "write_exactly", "share", "rename")]
+    assert manifest.read(path) == new
+    path.unlink()
+
+
+def test_copies_on_gpus_go_with_it(sound: bytes) -> None:
+    plain = decode(sound, PATH)
+    gpu = "GPU-" + "-".join("a" * length for length in (8, 4, 4, 4, 12))
+    windows = tuple(Window(bytes([index]) * HANDLE_BYTES, size + 256, 256) for index, size in enumerate(plain.segments))
+    copied = dataclasses.replace(plain, devices=(DeviceCopy(gpu, "0" * 16, windows),))
+    assert decode(encode(copied), PATH) == copied
+    assert b'"devices"' not in encode(plain), "the very bytes that a Ballast without device copies writes"
+
+
+def test_what_a_checkpoint_holds_has_one_digest(sound: bytes) -> None:
+    """Wherever its files lie, and whatever number the generation has; none while it is being loaded."""
+    found = decode(sound, PATH)
+    assert len(found.content) == 32 and found.nbytes == sum(row.nbytes for row in found.tensors)
+    moved = dataclasses.replace(found, generation=9, source="elsewhere", created=1.0)
+    assert moved.content == found.content
+    changed = [found.tensors[0]._replace(digest="f" * 32), *found.tensors[1:]]
+    assert dataclasses.replace(found, tensors=changed).content != found.content
+    assert dataclasses.replace(found, complete=False).content == dataclasses.replace(found, shards=()).content == ""
+
+
+def test_the_segment_that_was_published_or_none(tmp_path: Path) -> None:
+    path = tmp_path / "segment"
+    path.touch(0o600)
+    os.truncate(path, 100)
+    inode = path.stat().st_ino
+    for size, known in ((100, inode), (100, None), (50, inode)):
+        os.close(manifest.open_segment(path, size, known))
+    with pytest.raises(Damaged, match="is shorter than its manifest says"):
+        manifest.open_segment(path, 101, inode)
+    with pytest.raises(Damaged, match="is another file than the one that was published"):
+        manifest.open_segment(path, 100, inode + 1)
 
 
 def test_strangers_manifests(pool_paths: Any, sound: bytes, tmp_path: Path) -> None:

@@ -81,6 +81,7 @@ def test_creating_where_nothing_can_be_made(tmp_path: Path) -> None:
 def test_a_write_cut_short_is_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "object"
     fd = posix.create(path)
+    posix.write_parts(fd, [b"xx", b"yy"], 0, path)
     real = os.pwritev
     monkeypatch.setattr(os, "pwritev", lambda fd, parts, offset: real(fd, [bytes(parts[0])[:2]], offset))
     posix.write_parts(fd, [b"abc", memoryview(b"def"), b"g"], 0, path)
