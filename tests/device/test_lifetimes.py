@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -213,6 +214,29 @@ def test_a_holder_on_its_own(machine: Machine, pool_name: str, folder: Path) -> 
             alone.kill()
         alone.communicate()
     assert not machine.log("leak", alone.pid) and not machine.used(B)
+
+
+@pytest.mark.slow
+def test_whoever_asks_a_third_time_means_it(machine: Machine, pool_name: str, folder: Path) -> None:
+    """The first signal is for an orderly end, which waits for engines; after the second the next one ends it in any case."""
+    command = [sys.executable, "-m", "sidecar", "hold", "--device", "cuda:1", "--pool", pool_name]
+    with machine.sidecar(pool_name, folder, args=()) as sidecar:
+        alone = subprocess.Popen(command, env=environment(**machine.environ()), stderr=subprocess.DEVNULL)
+        try:
+            resident(sidecar.paths, 1, {B})
+            with machine.engine(pool_name, BALLAST_ON_SIDECAR_LOSS="warn") as engine:
+                engine(gpu_side.open_on, "cuda:1", "model")
+                for _ in range(2):
+                    alone.send_signal(signal.SIGTERM)
+                    time.sleep(2)
+                    assert alone.poll() is None
+                alone.send_signal(signal.SIGTERM)
+                assert alone.wait(20) == -signal.SIGTERM
+                engine.kill()
+        finally:
+            if alone.poll() is None:
+                alone.kill()
+            alone.wait()
 
 
 @pytest.mark.slow
