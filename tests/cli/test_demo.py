@@ -217,6 +217,7 @@ def test_killed_it_leaves_nothing_in_shared_memory(make: Make, tmp_path: Path) -
 @needs_the_extra
 @pytest.mark.slow
 @pytest.mark.timeout(900)
+@pytest.mark.skipif(bool(os.environ.get("CI")), reason="CI runs `make demo` itself")
 def test_the_demo(tmp_path: Path, before: list[str]) -> None:
     command = [sys.executable, "-m", "sidecar", "demo", "--cache", str(tmp_path)]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True)
