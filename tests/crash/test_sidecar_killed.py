@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from engine_shim.handoff import posix
-from engine_shim.handoff.catalog import LOADING, READY, RETIRED
+from engine_shim.handoff.catalog import LOADING, READY, RETIRED, ControlPage
 from engine_shim.handoff.names import PoolPaths, new_id, temporary
-from sidecar.pool import purge
+from sidecar.pool import PoolWriter, purge
 from tests.checkpoints import Checkpoint, entry
 from tests.conftest import left_behind
 from tests.crash.instrumented import HOLDING, hold, instrumented, release
@@ -303,6 +303,25 @@ def test_one_sidecar_at_a_time(pool_name: str, folder: Path) -> None:
     with Sidecar(pool_name, folder) as third:
         third.ready("model")
         assert third.interrupt() == 0
+
+
+def test_a_purge_between_opening_and_locking(pool_paths: PoolPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lock of a page that nobody finds any more is worth nothing: the sidecar takes the one that is there, or makes one."""
+    really = posix.try_flock
+
+    def purged(fd: int) -> bool:
+        monkeypatch.setattr(posix, "try_flock", really)
+        pool_paths.control.unlink()
+        return really(fd)
+
+    ControlPage.create_or_open(pool_paths).close()
+    monkeypatch.setattr(posix, "try_flock", purged)
+    writer = PoolWriter(pool_paths)
+    assert posix.try_flock is really and writer.page.current
+    page = ControlPage.open(pool_paths)
+    assert page.sidecar_alive
+    page.close()
+    writer.close(remove=True)
 
 
 def test_a_pool_that_is_wiped_under_its_sidecar(pool_name: str, folder: Path, truth: dict[str, str]) -> None:
