@@ -81,6 +81,11 @@ class Child:
 
     def wait(self) -> int:
         """The exit code, negative for a signal. Raises Hangs."""
+        if self._status is None:
+            self._status = self._wait()
+        return self._status
+
+    def _wait(self) -> int:
         pidfd = os.pidfd_open(self.pid)
         try:
             deadline = time.monotonic() + BOUND
@@ -93,6 +98,7 @@ class Child:
                     time.sleep(0.2)
                     signal.pidfd_send_signal(pidfd, signal.SIGKILL)
                     os.waitpid(self.pid, 0)
+                    self._status = -signal.SIGKILL
                     raise Hangs(f"after {BOUND:.0f} s it still ran: {self._what}")
                 time.sleep(0.002)
         finally:
@@ -108,7 +114,8 @@ class Child:
         return json.loads(answer)
 
     def end(self, number: int) -> int:
-        os.kill(self.pid, number)  # it may have ended: until `wait` its number is not another's
+        if self._status is None:
+            os.kill(self.pid, number)  # it may have ended: until `wait` its number is not another's
         return self.wait()
 
 
@@ -128,8 +135,12 @@ class Snapshot:
     page: bytes
 
 
-# Steps that one of two threads comes to, by the clock: what is retired by an adoption is freed by either.
-SOMETIMES = {"adopting publications": "PoolWriter.collect > PoolWriter.drop"}
+# Steps that one of two comes to, by the clock: what is retired by an adoption is freed by either thread, and an answer that was
+# read is removed by whoever asked, or by a sweep.
+SOMETIMES = {
+    "adopting publications": "PoolWriter.collect > PoolWriter.drop",
+    "rolling back": "Sidecar._turn_until_stopped > PoolWriter.sweep > PoolWriter._remove",
+}
 
 
 def sometimes(name: str, step: str) -> bool:
