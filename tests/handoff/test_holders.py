@@ -67,6 +67,12 @@ def test_a_watch_sees_the_death_although_the_record_is_gone(paths: PoolPaths) ->
         Watch(paths, token.identifier)
 
 
+def test_a_record_that_others_may_write_to_is_not_watched(paths: PoolPaths, token: Token) -> None:
+    paths.holder(token.identifier).chmod(0o666)
+    with pytest.raises(Foreign, match="run holder and engine as one user"):
+        Watch(paths, token.identifier)
+
+
 def test_what_the_dead_have_left_is_swept_and_nothing_else(paths: PoolPaths, token: Token) -> None:
     token.write(Page(1, held=(A,)))
     dead = Token(paths, [B])
