@@ -31,7 +31,7 @@ from bench.measure import Ratio, Section, render, say
 
 HERE = Path(__file__).resolve().parent
 SECTIONS = ("attach", "tensors", "preload", "engines", "startup", "tmpfs", "loaders")
-ASKED_FOR = ("vllm",)  # only by name: an engine in an environment of its own
+ASKED_FOR = ("vllm", "publishing")  # only by name: an engine in an environment of its own
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 # Numbers of tensors, and bytes of each: many small ones, and one number of them at two sizes.
 COUNTS = ((100, 1024), (1_000, 65_536), (1_000, 655_360), (10_000, 1024), (100_000, 1024))
@@ -118,6 +118,7 @@ def measurements(given: argparse.Namespace, scratch: Path) -> dict[str, Callable
         "tmpfs": lambda: rivals.tmpfs(large(), scratch, given.repeats),
         "loaders": lambda: rivals.loaders(large(), given.repeats),
         "vllm": lambda: vllm_start.vllm(given.cache, scratch, given.repeats),
+        "publishing": lambda: vllm_start.publishing(given.cache, given.repeats),
     }
 
 

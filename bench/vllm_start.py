@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from bench import pagecache
-from bench.measure import Row, Section, interleave, mib, ratio, say, seconds
+from bench.measure import Row, Samples, Section, interleave, mib, ratio, say, seconds
 from bench.processes import MODEL, ROOT, SITE, Served, settle, sidecar
 from engine_shim.handoff import catalog
 from engine_shim.handoff.catalog import ControlPage
@@ -94,6 +94,31 @@ def _checkpoint(cache: Path) -> Path:
 ATTACHED = "comes from memory as it was after loading"
 
 
+ZERO_COPY = {"BALLAST_VLLM_ZERO_COPY": "1"}
+NAMED = {"BALLAST_MODEL": MODEL}
+COLUMNS = ["start", "weight stage", "to the first token"]
+
+
+class _Answers:
+    """What an engine was measured to take, given that it did what was expected and answered as those before it."""
+
+    def __init__(self) -> None:
+        self._tokens: dict[str, list[int]] = {}
+
+    def __call__(self, kernels: str, told: dict[str, Any], attached: bool | None = None) -> dict[str, float]:
+        if attached is not None and (ATTACHED in told["log"]) != attached:
+            raise SystemExit(f"this start was to {'attach' if attached else 'load'}: {told['log'][-3000:]}")
+        if self._tokens.setdefault(kernels, told["tokens"]) != told["tokens"]:
+            raise SystemExit(f"other tokens than from disk: {told['tokens']} instead of {self._tokens[kernels]}")
+        return {name: told[name] for name in ("stage", "first token")}
+
+
+def _tabulate(section: Section, samples: Samples) -> None:
+    for label in samples.rows:
+        section.table.append([label, seconds(samples.values(label, "stage")), seconds(samples.values(label, "first token"))])
+        section.samples[label] = samples.rows[label]
+
+
 def vllm(cache: Path, scratch: Path, repeats: int) -> Section:
     folder = _checkpoint(cache)
     files = sorted(folder.glob("*.safetensors"))
@@ -108,63 +133,56 @@ def vllm(cache: Path, scratch: Path, repeats: int) -> Section:
             "garbage collections, which every start has. *First token*: from the start of the process, most of "
             "which is imports. All starts give the same tokens as the same kernels from disk."
         ],
-        ["start", "weight stage", "to the first token"],
+        COLUMNS,
     )
-    zero_copy = {"BALLAST_VLLM_ZERO_COPY": "1"}
-    tokens: dict[str, list[int]] = {}
-
-    def measured(kernels: str, told: dict[str, Any], attached: bool | None = None) -> dict[str, float]:
-        if attached is not None and (ATTACHED in told["log"]) != attached:
-            raise SystemExit(f"this start was to {'attach' if attached else 'load'}: {told['log'][-3000:]}")
-        if tokens.setdefault(kernels, told["tokens"]) != told["tokens"]:
-            raise SystemExit(f"other tokens than from disk: {told['tokens']} instead of {tokens[kernels]}")
-        return {name: told[name] for name in ("stage", "first token")}
-
+    measured = _Answers()
     with sidecar(folder) as served, ExitStack() as stack:
         shutil.copytree(folder, copy)
         stack.callback(shutil.rmtree, copy, ignore_errors=True)
         pool = served.pool
-        named = {"BALLAST_MODEL": MODEL}
-        _start(folder, pool, **named)
+        _start(folder, pool, **NAMED)
         _adopted(served)
         rows = [
             Row("disk, cold", lambda: measured("packed", _start(folder)), lambda: pagecache.evict(files)),
             Row("disk, warm", lambda: measured("packed", _start(folder)), lambda: pagecache.warm(files)),
             Row("a copy in tmpfs", lambda: measured("packed", _start(copy))),
-            Row("attached, packing", lambda: measured("packed", _start(folder, pool, **named), True)),
-            Row("attached, zero-copy", lambda: measured("plain", _start(folder, pool, **named, **zero_copy), True)),
+            Row("attached, packing", lambda: measured("packed", _start(folder, pool, **NAMED), True)),
+            Row("attached, zero-copy", lambda: measured("plain", _start(folder, pool, **NAMED, **ZERO_COPY), True)),
         ]
         samples = interleave(rows, repeats)
         shutil.rmtree(copy)
-        section.facts = _memory(folder, served, {**named, **zero_copy})
-
-    def first(**more: str) -> dict[str, float]:
-        with sidecar(folder) as fresh:  # what an earlier start has published would be attached to
-            return measured("packed", _start(folder, fresh.pool, **named, **more), False)
-
-    settle(2 * nbytes)
-    publishing = interleave(
-        [
-            Row("first start, not publishing", lambda: first(BALLAST_PUBLISH="0")),
-            Row("first start, publishing", first),
-        ],
-        repeats,
-    )
-    for table in (samples, publishing):
-        for label in table.rows:
-            section.table.append(
-                [label, seconds(table.values(label, "stage")), seconds(table.values(label, "first token"))]
-            )
-            section.samples[label] = table.rows[label]
+        section.facts = _memory(folder, served, {**NAMED, **ZERO_COPY})
+    _tabulate(section, samples)
     fast, packed = samples.values("attached, zero-copy", "stage"), samples.values("attached, packing", "stage")
     for label, target in (("disk, cold", 100), ("disk, warm", 10), ("a copy in tmpfs", None)):
         slow = samples.values(label, "stage")
         section.ratios.append(ratio(f"weight stage: {label} / attached, zero-copy", slow, fast, target))
         section.ratios.append(ratio(f"weight stage: {label} / attached, packing", slow, packed))
-    with_, without = (publishing.values(f"first start, {w}", "first token") for w in ("publishing", "not publishing"))
-    section.ratios.append(ratio("first token: publishing / not publishing", with_, without, at_most=1.05))
     for label, value in section.facts.items():
         section.notes.append(f"{label}: {value}.")
+    return section
+
+
+def publishing(cache: Path, repeats: int) -> Section:
+    folder = _checkpoint(cache)
+    nbytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    section = Section(
+        "What publishing costs a real vLLM's first start",
+        [f"The same engine and checkpoint ({nbytes / 1e9:.2f} GB), each start with a sidecar of its own that just loaded it."],
+        COLUMNS,
+    )
+    measured = _Answers()
+
+    def first(**more: str) -> dict[str, float]:
+        with sidecar(folder) as fresh:  # what an earlier start has published would be attached to
+            return measured("packed", _start(folder, fresh.pool, **NAMED, **more), False)
+
+    settle(2 * nbytes)
+    rows = [Row("not publishing", lambda: first(BALLAST_PUBLISH="0")), Row("publishing", first)]
+    samples = interleave(rows, repeats)
+    _tabulate(section, samples)
+    with_, without = (samples.values(label, "first token") for label in ("publishing", "not publishing"))
+    section.ratios.append(ratio("first token: publishing / not publishing", with_, without, at_most=1.05))
     return section
 
 
