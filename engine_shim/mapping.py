@@ -119,11 +119,11 @@ class Uploaded:
     """Segments in host memory whose tensors are copied to a device when asked for: private there, through pinned buffers."""
 
     def __init__(self, segments: Segments, device: torch.device) -> None:
-        self._segments = segments
+        self.host = segments
         self.device = device
 
     def flat(self, row: Tensor) -> torch.Tensor:
-        return upload(self._segments.flat(row), self.device)
+        return upload(self.host.flat(row), self.device)
 
     def view(self, row: Tensor, derived: bool = False) -> torch.Tensor:
         dtype, shape = layout(row)

@@ -136,8 +136,9 @@ def refuse_writes(module: torch.nn.Module, what: str, remedy: str = "call make_p
         raise Mismatch(f"{what} would write to {slot.label}, which other engines share: {remedy}")
 
 
-def make_private(module: torch.nn.Module) -> int:
-    """Copies what a module has in shared device memory into memory of its own, aliases and all; returns how many bytes.
+def make_private(module: torch.nn.Module, wanted: Callable[[Any], bool] = lambda slot: True) -> int:
+    """Copies what a module has in shared device memory into memory of its own, aliases and all; returns how many bytes. With
+    `wanted` only of the slots that it says, which must not leave out one of two that look at the same bytes.
 
     To be called before anything that writes weights in place: waking from a sleep that has thrown them away, a weight update,
     training. Tensor objects stay the same; what remembers *addresses* (captured CUDA graphs) must be made anew.
@@ -146,7 +147,7 @@ def make_private(module: torch.nn.Module) -> int:
 
     moved: dict[int, torch.UntypedStorage] = {}
     done: set[int] = set()
-    for slot in list(shared_slots(module)):
+    for slot in list(filter(wanted, shared_slots(module))):
         tensor = slot.tensor
         if id(tensor) in done:
             continue
@@ -216,17 +217,39 @@ def external_weight_memory(
         _claim(paths, where, generation.number, generation.model, engine)
     if not wanted:
         _claim(paths, where, 0, "-", engine)
+    _settle(paths, where, {g.number for g in wanted}, wait)
+    return sum(_lying(paths, generation.number, where) for generation in wanted)
+
+
+def give_up(number: int, where: Gpu, engine: str = "", paths: Optional[PoolPaths] = None, wait: float = 30.0) -> int:
+    """This process will hold the weights of a generation itself after all: the copy on the GPU that it has claimed may go, and
+    is waited for. Returns how many bytes are free now that were not when it was claimed.
+
+    Nothing of the copy must be open in this process any more.
+    """
+    paths = paths or PoolPaths.from_environment()
+    claim = _claims.pop((paths, where.uuid, number), None)
+    if claim is None:
+        return 0
+    lay = _lying(paths, number, where)
+    claim.release()
+    _claim(paths, where, 0, "-", engine)  # what was asked for stays: room for this engine
+    _settle(paths, where, {kept for pool, gpu, kept in _claims if (pool, gpu) == (paths, where.uuid) and kept}, wait)
+    return 0 if _lying(paths, number, where) else lay
+
+
+def _settle(paths: PoolPaths, where: Gpu, keep: Container[int], wait: float) -> None:
     deadline = time.monotonic() + wait
-    while (busy := _unsettled(paths, where, {g.number for g in wanted})) and time.monotonic() < deadline:
+    while (busy := _unsettled(paths, where, keep)) and time.monotonic() < deadline:
         time.sleep(0.05)
     if busy:
         log.warning("%s is not as this engine wants it after %.0f s: %s", where.uuid, wait, "; ".join(busy))
-    total = 0
-    for generation in wanted:
-        copy = _served(paths, generation.number, where)
-        if copy is not None:
-            total += sum({window.handle: window.size for window in copy.segments}.values())
-    return total
+
+
+def _lying(paths: PoolPaths, number: int, where: Gpu) -> int:
+    """Bytes of a generation's copy on a GPU that an engine would find if it attached now."""
+    copy = _served(paths, number, where)
+    return 0 if copy is None else sum({window.handle: window.size for window in copy.segments}.values())
 
 
 def _claim(paths: PoolPaths, where: Gpu, keep: int, model: str, engine: str) -> None:

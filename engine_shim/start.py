@@ -80,7 +80,7 @@ class Start:
         if not looks_for_states():
             return
         try:
-            self.found = state.find(self.digest, self.label, self.paths, self.gpu)
+            self.found = self._find()
             self.touched = self.mapped = self.found is not None and self.gpu is not None
         except HandoffError as error:
             log.warning("the state of %s in the pool cannot be used: %s", self.name, error)
@@ -89,6 +89,9 @@ class Start:
             other = state.differences(self.key, self.paths)
             why = f" (the nearest one differs in {other})" if other else ""
             log.info("the pool holds no state of %s for this configuration yet%s", self.name, why)
+
+    def _find(self) -> Optional[Found]:
+        return state.find(self.digest, self.label, self.paths, self.gpu)
 
     def levels(self, model: torch.nn.Module) -> Mapping[str, str]:
         """Path -> level of what is captured after post-processing. Raises Mismatch if `model` cannot be kept."""
@@ -276,15 +279,16 @@ _held: list[Any] = []  # attachments of this process that nothing else keeps
 _sharing: weakref.WeakKeyDictionary[torch.nn.Module, tuple[PoolPaths, int]] = weakref.WeakKeyDictionary()
 
 
-def no_longer_shared(model: torch.nn.Module, why: str) -> None:
+def no_longer_shared(model: torch.nn.Module, why: str, private: int = 0) -> None:
     """The engine has written to a model that runs on shared bytes: pages it wrote to are its own now, and the shared copy is as
-    it was. Said once in the log, and in the attachment's note, where `ballast status` shows it. Never raises."""
+    it was; on a device the `private` bytes were copied before. Said once in the log, and in the attachment's note, where
+    `ballast status` shows it. Never raises."""
     try:
         shared = _sharing.pop(model, None)
         if shared is None:
             return
         paths, generation = shared
-        own = state.own_bytes(paths, generation)
+        own = private + state.own_bytes(paths, generation)
         log.warning(
             "%s: this engine's weights are no longer shared (%s of them are its own copy now); generation %d of pool %s is as "
             "it was, and restarting the engine attaches to it again",

@@ -114,6 +114,16 @@ def exists(key: str, paths: Optional[PoolPaths] = None) -> bool:
     return any(_ready(g) and g.key == key for g in ladder.pool(paths).catalog().generations)
 
 
+def lies_on(where: device.Gpu, paths: Optional[PoolPaths] = None) -> bool:
+    """Whether any engine's state has a copy on a GPU. Raises HandoffError without a pool."""
+    view = ladder.pool(paths)
+    for generation in filter(_ready, view.catalog().generations):
+        with contextlib.suppress(HandoffError):
+            if device.copy_on(view.manifest(generation), where) is not None:
+                return True
+    return False
+
+
 def newest_with(parts: Mapping[str, Any], paths: Optional[PoolPaths] = None) -> Optional[str]:
     """The key of the newest ready state whose configuration has these parts, whatever else it has."""
     view = ladder.pool(paths)

@@ -29,6 +29,8 @@ HOOKS = {
     "vllm.model_executor.model_loader": "engine_shim.hooks.vllm:patch",
     "sglang.srt.model_loader.loader": "engine_shim.hooks.sglang:patch",
     "sglang.srt.model_executor.model_runner_components.weight_updater": "engine_shim.hooks.sglang:patch_updates",
+    "sglang.srt.managers.scheduler_components.weight_updater": "engine_shim.hooks.sglang:patch_scheduler",
+    "sglang.srt.model_executor.model_runner": "engine_shim.hooks.sglang:patch_runner",
 }
 
 PTH_LINE = (

@@ -6,12 +6,17 @@ checkpoint tensors or from disk, and what they became is published. Tensors that
 `load_weights` (`w_kc` and `w_vc` of latent attention, for one) are part of what is kept, whatever they are called.
 
 The methods of SGLang's classes are wrapped in place, so that whoever holds the classes by name, subclasses them or asks for
-their type finds what it expects. The second hook, `patch_updates`, notices when weights are replaced in a running engine.
+their type finds what it expects. The hooks `patch_updates` and `patch_scheduler` notice when weights are replaced in a running
+engine, and `patch_runner` when it is about to measure a GPU's memory.
+
+On a GPU the copy that lies there is bound without copying, where there is one: the model is built without memory then.
 """
 
 from __future__ import annotations
 
 import contextlib
+import contextvars
+import dataclasses
 import enum
 import functools
 import gc
@@ -23,11 +28,14 @@ from typing import Any, Callable, Mapping, Optional
 
 import torch
 
-from engine_shim import ladder, modules, parity, weight_files
+from engine_shim import device, ladder, modules, onboard, parity, state, weight_files, writers
 from engine_shim.handoff.errors import HandoffError, Mismatch, NotFound
 from engine_shim.handoff.names import PoolPaths
+from engine_shim.hooks import sglang_device
 from engine_shim.ladder import Settings
-from engine_shim.start import Place, Start, no_longer_shared
+from engine_shim.mapping import Uploaded
+from engine_shim.start import Place, Start, looks_for_states, no_longer_shared
+from engine_shim.state import Found
 from engine_shim.weight_files import Weights, digest_of
 
 log = logging.getLogger("ballast")
@@ -127,6 +135,19 @@ def patch(module: ModuleType) -> None:
 
     vars(load_model)["_ballast"] = True
     original.load_model = load_model
+    by_class: Any = vars(module)["_initialize_model"]
+
+    @functools.wraps(by_class)
+    def initialize_model(*args: Any, **kwargs: Any) -> Any:
+        step, token = _loading_now.get(), _loading_now.set(None)
+        try:
+            if step is None:
+                return by_class(*args, **kwargs)
+            return step.build(lambda: by_class(*args, **kwargs))
+        finally:
+            _loading_now.reset(token)
+
+    vars(module)["_initialize_model"] = initialize_model
 
 
 def patch_updates(module: ModuleType) -> None:
@@ -147,13 +168,80 @@ def _telling(original: Callable[..., Any], what: str) -> Callable[..., Any]:
     @functools.wraps(original)
     def update(self: Any, *args: Any, **kwargs: Any) -> Any:
         try:
+            private = sglang_device.before_writing(what, self.get_model())
+        except Mismatch as error:
+            return False, str(error)
+        try:
             return original(self, *args, **kwargs)
         finally:  # a failed one may have written as well
             with contextlib.suppress(Exception):
-                no_longer_shared(self.get_model(), what)
+                no_longer_shared(self.get_model(), what, private)
 
     vars(update)["_ballast"] = True
     return update
+
+
+def patch_scheduler(module: ModuleType) -> None:
+    """Has a scheduler refuse, in every rank alike, what would write to a GPU's shared memory.
+
+    `module` is sglang.srt.managers.scheduler_components.weight_updater. Idempotent.
+    """
+    for name, answer in {
+        "begin_weight_update": "BeginWeightUpdateReqOutput",
+        "update_weights_from_disk": "UpdateWeightFromDiskReqOutput",
+        "update_weights_from_ipc": "UpdateWeightsFromIPCReqOutput",
+    }.items():
+        original = getattr(module.SchedulerWeightUpdaterManager, name, None)
+        if original is not None and not getattr(original, "_ballast", False):
+            setattr(module.SchedulerWeightUpdaterManager, name, _asking(original, getattr(module, answer)))
+
+
+def _asking(original: Callable[..., Any], answer: Any) -> Callable[..., Any]:
+    what = original.__name__
+
+    @functools.wraps(original)
+    def write(self: Any, recv_req: Any) -> Any:
+        models = [runner.model for _, runner in self._select_runners()]
+        refused = sglang_device.refusal(what, models, self.tp_cpu_group)
+        if refused is not None:
+            log.error("%s", refused)
+            return answer(success=False, message=refused)
+        if what == "begin_weight_update":  # the others come back to us in each runner
+            for model in models:
+                sglang_device.before_writing(what, model)
+        return original(self, recv_req)
+
+    vars(write)["_ballast"] = True
+    return write
+
+
+def patch_runner(module: ModuleType) -> None:
+    """Has SGLang's runner tell us before it measures the memory of a GPU, and before it overwrites weights to test an update.
+
+    `module` is sglang.srt.model_executor.model_runner. Idempotent.
+    """
+    runner = module.ModelRunner
+    measures, checks = runner.init_torch_distributed, runner.check_weights
+    if getattr(measures, "_ballast", False):
+        return
+
+    @functools.wraps(measures)
+    def init_torch_distributed(self: Any, *args: Any, **kwargs: Any) -> Any:
+        settings = Settings.read()
+        if settings.mode != "off" and not self.is_draft_worker:
+            ladder.configure_logging()
+            paths = PoolPaths.from_environment()
+            sglang_device.claim(lambda: _expected(self, settings, paths), paths)
+        return measures(self, *args, **kwargs)
+
+    @functools.wraps(checks)
+    def check_weights(self: Any, action: str, *args: Any, **kwargs: Any) -> Any:
+        if action == "reset_tensors":
+            sglang_device.before_writing("check_weights", self.model)
+        return checks(self, action, *args, **kwargs)
+
+    vars(init_torch_distributed)["_ballast"] = True
+    runner.init_torch_distributed, runner.check_weights = init_torch_distributed, check_weights
 
 
 # One start
@@ -166,26 +254,40 @@ def _load(loader: Any, model_config: Any, by_sglang: Callable[[], Any]) -> Any:
         return by_sglang()
     ladder.configure_logging()
     what = f"the state of {model_config.model_path}"
-    step = _Step(settings, loader, model_config)
-    try:
-        model = step.run(by_sglang)
-    except Exception as error:
-        step.close()
-        if not step.touched:
-            raise  # the engine's own failure, or the end that `require` asks for: nothing of ours was in it
-        _failed(settings, f"{what} is not used", error)
-        step.report("failed")
-    else:
+    freed = 0  # bytes of a GPU that were a copy's when SGLang measured them, and are the engine's own now
+    for maps in (True, False) if sglang_device.maps() else (False,):
+        step = _Step(settings, loader, model_config, maps)
         try:
-            step.end(model)
-            loader.preloaded_weights_bytes = step.preloaded(model)
+            model = step.run(by_sglang)
         except Exception as error:
-            log.warning("%s, once the model was loaded: %s: %s", what, type(error).__name__, error)
-        return model
-    # Once more without us; out of the handler, since an exception keeps alive what was built.
-    del step
-    gc.collect()
-    return by_sglang()
+            step.close()
+            if not step.touched:
+                raise  # the engine's own failure, or the end that `require` asks for: nothing of ours was in it
+            failed = step.start if step.mapped else None
+            if failed is not None:
+                log.warning("%s is copied instead of mapped: %s: %s", what, type(error).__name__, error)
+            else:
+                _failed(settings, f"{what} is not used", error)
+                step.report("failed")
+        else:
+            try:
+                step.end(model)
+                loader.preloaded_weights_bytes = step.preloaded() + freed
+            except Exception as error:
+                log.warning("%s, once the model was loaded: %s: %s", what, type(error).__name__, error)
+            return model
+        # Once more in a simpler way; out of the handler, since an exception keeps alive what was built.
+        skeleton, lay = step.skeleton, (failed.number, failed.gpu) if failed is not None else (0, None)
+        del step, failed
+        gc.collect()
+        if skeleton is not None:
+            skeleton.forget()
+        if lay[1] is None:
+            break
+        freed += onboard.give_up(lay[0], lay[1], "sglang")
+    model = by_sglang()
+    loader.preloaded_weights_bytes = freed
+    return model
 
 
 def _failed(settings: Settings, what: str, error: BaseException) -> None:
@@ -197,27 +299,65 @@ def _failed(settings: Settings, what: str, error: BaseException) -> None:
 class _Step:
     """What happens to one model while SGLang loads it: a `Start` as soon as the model is built and its key is known."""
 
-    def __init__(self, settings: Settings, loader: Any, model_config: Any) -> None:
+    def __init__(self, settings: Settings, loader: Any, model_config: Any, maps: bool) -> None:
         self.settings = settings
         self.loader = loader
         self.model_config = model_config
-        self.start: Optional[Start] = None
+        self.maps = maps  # whether what lies on a GPU may be bound there without copying
+        self.start: Optional[_Start] = None
+        self.skeleton: Optional[sglang_device.Skeleton] = None
 
     @property
     def touched(self) -> bool:
         return self.start is not None and self.start.touched
 
+    @property
+    def mapped(self) -> bool:
+        return self.start is not None and self.start.mapped
+
     def run(self, by_sglang: Callable[[], Any]) -> Any:
-        """SGLang's way, with us between the building of the model and its `load_weights`."""
+        """SGLang's way, with us where the model is built, and between that and its `load_weights`."""
         own = self.loader.__dict__
         own["load_weights_and_postprocess"] = self._between
+        token = _loading_now.set(self)
         try:
             model = by_sglang()
         finally:
+            _loading_now.reset(token)
             own.pop("load_weights_and_postprocess", None)
         if self.start is not None:
             self.start.loaded(model)
         return model
+
+    def build(self, by_sglang: Callable[[], Any]) -> Any:
+        """The model; without memory if it is there already, on this rank's GPU."""
+        if not (self.maps and looks_for_states() and self._something_lies_there()):
+            return by_sglang()
+        skeleton = sglang_device.Skeleton()
+        built = self._without_memory(skeleton, by_sglang)
+        if built is not None:
+            self.skeleton = skeleton
+            return built
+        skeleton.forget()
+        return by_sglang()
+
+    def _something_lies_there(self) -> bool:
+        """Whether there is any state at all on this rank's GPU: only then is it worth while to build a model twice."""
+        where = sglang_device.gpu_or_none()
+        with contextlib.suppress(HandoffError):
+            return where is not None and state.lies_on(where, PoolPaths.from_environment())
+        return False
+
+    def _without_memory(self, skeleton: sglang_device.Skeleton, by_sglang: Callable[[], Any]) -> Any:
+        """The model if its state lies on the GPU, else None."""
+        try:
+            model = skeleton.build(by_sglang)
+            self.start = self._begin(model)
+            return model if self.start.mapped else None
+        except Exception as error:
+            log.info("the model is built with memory of its own: %s: %s", type(error).__name__, error)
+            log.debug("the whole story", exc_info=True)
+            return None
 
     def _between(self, model: torch.nn.Module, weights: Any, target_device: Any) -> None:
         names: dict[str, Any] = model.__dict__
@@ -236,24 +376,28 @@ class _Step:
     def _weights(self, model: torch.nn.Module, by_sglang: Callable[[], Any]) -> Any:
         what = f"the state of {self.model_config.model_path}"
         try:
-            self.start = self._begin(model)
+            self.start = self.start or self._begin(model)
         except HandoffError as error:
             log.info("%s is neither looked for nor kept: %s", what, error)
         except Exception as error:
             _failed(self.settings, what, error)
         if self.start is not None:
-            return self.start.weights(model, by_sglang)
+            result = self.start.weights(model, by_sglang)
+            if self.skeleton is not None and (left := self.skeleton.left()):
+                raise Mismatch(f"{left} of the model's tensors are not in its module tree, and have no memory")
+            return result
         result = by_sglang()
         self._tell(model, "loaded")
         return result
 
-    def _begin(self, model: torch.nn.Module) -> Start:
+    def _begin(self, model: torch.nn.Module) -> _Start:
         paths = PoolPaths.from_environment()
         pool = ladder.pool(paths)
         pool.control()  # raises NotFound where there is no pool
         weights = _weights(self.loader, self.model_config, model, self.settings, pool)
         full = key(model, self.model_config, self.loader.load_config, weights.digest)
-        return Start(self.settings, ENGINE, weights.model, full, _place(self.model_config, self.loader.load_config), paths)
+        place = _place(self.model_config, self.loader.load_config)
+        return _Start(self.settings, weights.model, full, place, paths, self.maps)
 
     def _tell(self, model: torch.nn.Module, stage: str) -> None:
         if parity.wanted():
@@ -274,46 +418,69 @@ class _Step:
         if self.start is not None:
             self.start.close()
 
-    def preloaded(self, model: torch.nn.Module) -> int:
+    def preloaded(self) -> int:
         """The bytes of the model that were on the device before SGLang took stock of its free memory."""
         if self.start is None or self.start.found is None:
             return 0
-        return foreign_bytes(model, _own_segments())
+        return foreign_bytes(self.start.found.segments) + self.start.freed
+
+
+_loading_now: contextvars.ContextVar[Optional[_Step]] = contextvars.ContextVar("ballast_loading_now", default=None)
+
+
+class _Start(Start):
+    """The start of one model in one rank of SGLang."""
+
+    def __init__(
+        self, settings: Settings, model: str, key: Mapping[str, Any], place: Place, paths: PoolPaths, maps: bool
+    ) -> None:
+        self.gpu = sglang_device.gpu_or_none()
+        self.number = 0  # of the generation that is mapped
+        self.freed = 0  # bytes of the GPU that were a copy's when SGLang measured them, and are the engine's own now
+        self._maps = maps
+        super().__init__(settings, ENGINE, model, key, place, paths)
+
+    def _look(self) -> None:
+        super()._look()
+        # What is copied is copied into the parameters that SGLang has built, so that a GPU need not have room for both.
+        self.touched = self.mapped = bool(self.number)
+
+    def _find(self) -> Optional[Found]:
+        if not self._maps or self.gpu is None:
+            return state.find(self.digest, self.label, self.paths)
+        found = super()._find()
+        if found is None or not isinstance(found.segments, Uploaded):
+            self.number = found.generation.number if found is not None else 0
+            return found
+        self.freed = onboard.give_up(found.generation.number, self.gpu, "sglang", self.paths)
+        return dataclasses.replace(found, segments=found.segments.host)
+
+    def weights(self, model: torch.nn.Module, by_engine: Callable[[], Any]) -> Any:
+        """Binds, or loads and keeps. What post-processing may write to, in memory that all engines share, is private first."""
+        result = super().weights(model, by_engine)
+        if self.mapped:
+            self._old.clear()  # nothing is put back into a model that was built without memory
+            processed = [module for module in model.modules() if sglang_device.transforms(module)]
+            if nbytes := writers.keep_parameters(model, processed):
+                log.info("%d bytes of %s that the engine may write to are its own copy", nbytes, self.name)
+        return result
+
+    def attached(self, model: torch.nn.Module, found: Found) -> None:
+        super().attached(model, found)
+        if self.mapped:
+            writers.guard_loading(model, sglang_device.before_writing)
 
 
 # Memory on a device: what SGLang is to know of it
 
 
-def foreign_bytes(model: torch.nn.Module, own: Callable[[torch.device], list[tuple[int, int]]]) -> int:
-    """The bytes of the model's storages, each counted once, that lie on a device and in none of the allocator's `own` segments
-    (address, size) of that device: they were mapped from elsewhere.
+def foreign_bytes(segments: object) -> int:
+    """The bytes of a device that a state takes there in a holder's memory, each allocation once; 0 for one in host memory.
 
     SGLang leaves a share of the memory that was free before loading unused (`--mem-fraction-static`). What is mapped was not
     free then, so SGLang has to be told of it: once, and only of what this process did not allocate itself.
     """
-    storages: dict[tuple[str, int], torch.UntypedStorage] = {}
-    for slot in modules.slots(modules.root(model)):
-        with contextlib.suppress(RuntimeError, NotImplementedError):  # a wrapper around other tensors
-            storage = slot.tensor.untyped_storage()
-            if storage.device.type not in ("cpu", "meta") and storage.nbytes():
-                storages[str(storage.device), storage.data_ptr()] = storage
-    total = 0
-    for (_, address), storage in storages.items():
-        if not any(begin <= address < begin + size for begin, size in own(storage.device)):
-            total += storage.nbytes()
-    return total
-
-
-def _own_segments() -> Callable[[torch.device], list[tuple[int, int]]]:
-    """What torch's caching allocator holds on each device, asked for once."""
-
-    @functools.lru_cache(maxsize=None)
-    def of(index: Optional[int]) -> list[tuple[int, int]]:
-        snapshot: Callable[[], Any] = torch.cuda.memory_snapshot
-        rows = snapshot()
-        return [(row["address"], row["total_size"]) for row in rows if index is None or row["device"] == index]
-
-    return lambda device: of(device.index)
+    return sum({id(one): one.size for one in segments.imports}.values()) if isinstance(segments, device.Copy) else 0
 
 
 # What is loaded, and where
@@ -590,6 +757,57 @@ def _content(text: str) -> Any:
         return {"file": weight_files.file_digest(Path(text))}
     except (OSError, ValueError):
         return text
+
+
+# What is asked for before anything is loaded
+
+# What of a key is known only once a model is built, or may still change until then.
+_LATER = ("class", "config", "quantization_config", "loading", "experts")
+_LATER_OF_A_DRAFT = ("arguments of", "context_length", "revision")
+
+
+def _expected(runner: Any, settings: Settings, paths: PoolPaths) -> list[str]:
+    """The keys of the newest states that fit in all that is known of the target and of its draft models before they are loaded.
+    A forecast: with it copies are kept where they are; what is bound is decided, and counted, later."""
+    if not looks_for_states():
+        return []
+    from sglang.srt.configs.model_config import ModelConfig
+
+    drafts = []
+    if path := _argument("speculative_draft_model_path"):
+        drafts.append(
+            ModelConfig.from_server_args(
+                runner.server_args, model_path=path, model_revision=_argument("speculative_draft_model_revision"),
+                is_draft_model=True, context_length=runner.model_config.context_len,
+            )
+        )  # fmt: skip
+    found = []
+    for config in (runner.model_config, *drafts):
+        for index in range(_drafts()) if config in drafts and _argument("enable_multi_layer_eagle") else (None,):
+            try:
+                parts = _parts(config, index, settings, paths)
+                key = state.newest_with(parts, paths)
+            except (HandoffError, RuntimeError, OSError, ValueError) as error:
+                log.info("no copy of %s is asked for: %s", config.model_path, error)
+            else:
+                found += [] if key is None else [key]
+                if key is None:
+                    unlike = state.differences(parts, paths)
+                    log.debug("no copy of %s is asked for: all states differ in %s and more", config.model_path, unlike)
+    return found
+
+
+def _parts(config: Any, draft: Optional[int], settings: Settings, paths: PoolPaths) -> dict[str, Any]:
+    from sglang.srt.configs.load_config import LoadConfig
+    from sglang.srt.model_loader.loader import DefaultModelLoader
+    from sglang.srt.model_loader.utils import get_model_architecture
+
+    load_config = LoadConfig(load_format=_argument("load_format"), draft_model_idx=draft)
+    model = get_model_architecture(config)[0]  # stands for the model where its class says which files are read
+    weights = _weights(DefaultModelLoader(load_config), config, model, settings, ladder.pool(paths))
+    full = key(model, config, load_config, weights.digest)
+    later = _LATER + (_LATER_OF_A_DRAFT if config.is_draft_model else ())
+    return {name: part for name, part in full.items() if not name.startswith(later)}
 
 
 def _text(value: Any) -> Optional[str]:

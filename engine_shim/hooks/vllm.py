@@ -22,7 +22,7 @@ from typing import Any, Callable, Container, Mapping, Optional
 
 import torch
 
-from engine_shim import ladder, modules, onboard, parity, start, state, weight_files
+from engine_shim import ladder, modules, onboard, parity, start, state, weight_files, writers
 from engine_shim.handoff.errors import HandoffError, Mismatch, NotFound
 from engine_shim.handoff.names import PoolPaths
 from engine_shim.hooks import vllm_device
@@ -237,7 +237,7 @@ class _Start(start.Start, _Step):
         result = super().weights(model, by_engine)
         if self.found is not None:
             self._mark_processed(model, self.found.processed)
-            if vllm_device.mapped(self.found.segments):
+            if writers.mapped(self.found.segments):
                 self._own_before_processing(model, self.found.processed)
         elif self.keeper is not None:
             self._keep_processed(model, self.keeper)

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import functools
 import logging
-import weakref
 from typing import Any, Callable, Iterator, Mapping, Optional, Sequence
 
 import torch
 
-from engine_shim import device, onboard
+from engine_shim import device, onboard, writers
 from engine_shim.handoff.errors import Mismatch
 from engine_shim.handoff.names import PoolPaths
 
@@ -97,11 +96,6 @@ def _patch(name: str, wrapped: Callable[[Callable[..., Any]], Callable[..., Any]
 # Who must not write to it
 
 
-def mapped(segments: object) -> bool:
-    """Whether what is bound from these lies in memory that other engines share."""
-    return isinstance(segments, device.Copy)
-
-
 def transforms(module: torch.nn.Module) -> bool:
     """Whether vLLM's post-processing does something to this module's weights."""
     from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
@@ -114,24 +108,14 @@ def transforms(module: torch.nn.Module) -> bool:
 def guard(model: torch.nn.Module, segments: object, eager: bool) -> None:
     """After a state was bound from `segments`: has whatever writes weights leave shared device memory alone. `eager`: no CUDA
     graphs are captured."""
-    if not mapped(segments):
+    if not writers.mapped(segments):
         return
     for name in _WRITERS:
         _patch(name, _guarded)
     _patch("wake_up", _waking)
     _patch("determine_available_memory", _exact)
     # A worker's extension, as reinforcement learning brings one, calls the model itself.
-    own, reference, loads = vars(model), weakref.ref(model), getattr(type(model), "load_weights", None)
-    if loads is not None:
-
-        @functools.wraps(loads)
-        def load_weights(*args: Any, **kwargs: Any) -> Any:
-            written = reference()
-            if written is not None:
-                _before_writing("load_weights", [written], eager)
-            return loads(written, *args, **kwargs)
-
-        own["load_weights"] = load_weights
+    writers.guard_loading(model, lambda what, written: _before_writing(what, [written], eager))
 
 
 def _models(worker: Any) -> list[torch.nn.Module]:
@@ -142,11 +126,7 @@ def _models(worker: Any) -> list[torch.nn.Module]:
 
 def _before_writing(what: str, models: Sequence[torch.nn.Module], eager: bool) -> None:
     """What these models share becomes private. Raises Mismatch where that will not do."""
-    for model in models:
-        if not eager:  # captured CUDA graphs remember addresses: they would go on with the old weights, without a word
-            onboard.refuse_writes(model, what, "start the engine with BALLAST_STATE=0, or with --enforce-eager")
-        elif nbytes := onboard.make_private(model):
-            log.info("%s is about to write to weights: %d bytes that were shared are private now", what, nbytes)
+    writers.before_writing(what, models, not eager, "start the engine with BALLAST_STATE=0, or with --enforce-eager")
 
 
 def _guarded(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -11,7 +11,8 @@ A job may ask for more than tokens: `only: "load"` (no forward pass), `draft` (a
 that raises when its work is done, or kills its process, `sabotage_with: "kill"`), `hidden_view`, `fails` (the start must end
 in an error, whose text is the result), `twisted` (post-processing leaves one tensor more), `then: "hang"` (answer and wait to
 be killed), `kernels` (stand-ins for what quantised weights need: kernels.py), `foreign` (so many bytes of the model are on a
-device and not of this process's own), `keys`, `accounting` (the modules of these names) and `fingerprint`.
+device and not of this process's own), `gpu` (over the emulated driver: device_side.py), `keys`, `accounting` (the modules of
+these names) and `fingerprint`.
 """
 
 from __future__ import annotations
@@ -157,6 +158,10 @@ def run(job: dict[str, Any], rank: int, port: int) -> dict[str, Any]:
         from kernels import provide
 
         provide()
+    if "gpu" in job:
+        from device_side import play
+
+        return play(job, rank, port)
     if "foreign" in job:
         from engine_shim.hooks import sglang as hook
 

@@ -1,48 +1,27 @@
 """SGLang's memory accounting counts what is attached on a device exactly once: its own functions, with our figures.
 
-There is no device here: its memory, and the tensors on it, are stand-ins. Not yet run on a device.
+There is no device here: its memory is a stand-in (test_device.py has more of one). Not yet run on a device.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
-import torch
 from conftest import ATTACHED, Engines, adopted
 
+from engine_shim.device import Copy, Gpu
 from engine_shim.hooks.sglang import foreign_bytes
 from tests.processes import Sidecar
 
 GIB = 1 << 30
 
 
-class OnDevice:
-    """Looks like a tensor whose storage is on a device."""
-
-    layout = torch.strided
-
-    def __init__(self, address: int, nbytes: int, device: str = "cuda:0") -> None:
-        storage = SimpleNamespace(device=torch.device(device), nbytes=lambda: nbytes, data_ptr=lambda: address)
-        self.untyped_storage = lambda: storage
-
-
-def tree(**tensors: Any) -> torch.nn.Module:
-    module = torch.nn.Module()
-    module.inner = torch.nn.Module()
-    for number, (name, tensor) in enumerate(tensors.items()):
-        (module if number % 2 else module.inner)._parameters[name] = tensor
-    return module
-
-
-def test_only_what_this_process_did_not_allocate_and_each_storage_once() -> None:
-    mapped, own = OnDevice(0x10000, 5000), OnDevice(0x90000, 700)
-    module = tree(a=mapped, b=mapped, c=OnDevice(0x10000, 5000), d=own, e=torch.zeros(4), f=OnDevice(0x20000, 64))
-    assert foreign_bytes(module, lambda device: [(0x80000, 0x20000)]) == 5064
-    assert foreign_bytes(module, lambda device: [(0x10000, 0x90000)]) == 0
-    assert foreign_bytes(module, lambda device: []) == 5764
-    assert foreign_bytes(torch.nn.Linear(3, 3), lambda device: []) == 0
+def test_only_what_was_mapped_and_each_allocation_once() -> None:
+    one, other = SimpleNamespace(size=5000), SimpleNamespace(size=64)
+    copy = Copy(Gpu(0, "GPU-0", "a GPU", GIB), [], [one, one, other])  # type: ignore[list-item]
+    assert foreign_bytes(copy) == 5064
+    assert foreign_bytes(SimpleNamespace(imports=[one])) == 0  # segments in host memory
 
 
 def test_the_same_room_is_left_for_the_cache_attached_or_loaded(engines: Engines, checkpoints: Path) -> None:
