@@ -182,7 +182,7 @@ def _telling(original: Callable[..., Any], what: str) -> Callable[..., Any]:
 
 
 def patch_scheduler(module: ModuleType) -> None:
-    """Has a scheduler refuse, in every rank alike, what would write to a GPU's shared memory.
+    """Has a scheduler refuse what would write to a GPU's shared memory.
 
     `module` is sglang.srt.managers.scheduler_components.weight_updater. Idempotent.
     """
@@ -202,7 +202,7 @@ def _asking(original: Callable[..., Any], answer: Any) -> Callable[..., Any]:
     @functools.wraps(original)
     def write(self: Any, recv_req: Any) -> Any:
         models = [runner.model for _, runner in self._select_runners()]
-        refused = sglang_device.refusal(what, models, self.tp_cpu_group)
+        refused = sglang_device.refusal(what, models)
         if refused is not None:
             log.error("%s", refused)
             return answer(success=False, message=refused)
@@ -791,8 +791,7 @@ def _expected(runner: Any, settings: Settings, paths: PoolPaths) -> list[str]:
                 log.info("no copy of %s is asked for: %s", config.model_path, error)
             else:
                 found += [] if key is None else [key]
-                if key is None:
-                    unlike = state.differences(parts, paths)
+                if key is None and (unlike := state.differences(parts, paths)):
                     log.debug("no copy of %s is asked for: all states differ in %s and more", config.model_path, unlike)
     return found
 

@@ -53,12 +53,17 @@ _HARMLESS_EXPERTS = _HARMLESS | frozenset(
 )  # fmt: skip
 
 
-def gpu() -> Optional[device.Gpu]:
-    """This rank's GPU; None where SGLang runs on something else. Raises DeviceError."""
+def on_cuda() -> bool:
+    """Whether the engine runs on GPUs of NVIDIA's: in all of its ranks the same."""
     from sglang.srt.runtime_context import get_device
     from sglang.srt.utils.common import is_cuda
 
-    return device.gpu(torch.cuda.current_device()) if is_cuda() and get_device().device == "cuda" else None
+    return bool(is_cuda() and get_device().device == "cuda")
+
+
+def gpu() -> Optional[device.Gpu]:
+    """This rank's GPU; None where SGLang runs on something else. Raises DeviceError."""
+    return device.gpu(torch.cuda.current_device()) if on_cuda() else None
 
 
 def gpu_or_none() -> Optional[device.Gpu]:
@@ -75,6 +80,10 @@ def check() -> None:
     for name, why in _OWN.items():
         if _argument(name):
             raise Mismatch(f"{why}, which other engines would share")
+    # They would have to agree: SGLang does not start where one GPU has much less free memory than another, and what one rank
+    # refuses while the others go on leaves them waiting for it.
+    if (ranks := _ranks()) > 1:
+        raise Mismatch(f"it has {ranks} ranks, and only engines of one map what lies on a GPU")
 
 
 def maps() -> bool:
@@ -99,11 +108,20 @@ def _argument(name: str) -> Any:
     return value if not isinstance(value, (int, float)) else value > 0
 
 
+def _ranks() -> int:
+    from sglang.srt.runtime_context import get_parallel
+
+    return int(get_parallel().world_group.world_size)
+
+
 def graphs() -> bool:
-    """Whether something has been captured, or will be, that remembers the addresses of weights."""
+    """Whether something has been captured, or will be, that remembers the addresses of weights: by the arguments, or in a way
+    of a model's own."""
     config = _argument("cuda_graph_config")
     captured = [getattr(getattr(config, phase, None), "backend", None) != "disabled" for phase in ("decode", "prefill")]
-    return any(captured) or bool(_argument("enable_torch_compile"))
+    if any(captured) or _argument("enable_torch_compile"):
+        return True
+    return any(issubclass(type(one), torch.cuda.CUDAGraph) for one in gc.get_objects())
 
 
 # Before anything is loaded
@@ -117,12 +135,12 @@ def claim(keys: Callable[[], Sequence[str]], paths: PoolPaths) -> None:
         return
     try:
         ladder.pool(paths).control()  # raises NotFound where there is no pool
+        wanted: Sequence[str] = ()
         try:
             check()
             wanted = keys()
         except (HandoffError, RuntimeError, OSError) as error:
             log.info("no copy is asked for on %s: %s", where.uuid, error)
-            wanted = []
         onboard.external_weight_memory(wanted, where, "sglang", paths)
     except Exception as error:
         log.info("nobody is asked to make room on %s: %s", where.uuid, error)
@@ -213,12 +231,9 @@ def _shares(model: torch.nn.Module) -> bool:
     return any(True for _ in onboard.shared_slots(model))
 
 
-def refusal(what: str, models: Sequence[torch.nn.Module], group: Any) -> Optional[str]:
-    """Why weights cannot be written to, for all the ranks of a group alike: of two that wait for each other none may go on if
-    one cannot. To be called in each of them. None if they can."""
-    if gpu_or_none() is None or not graphs():
+def refusal(what: str, models: Sequence[torch.nn.Module]) -> Optional[str]:
+    """Why these models cannot be written to; None if they can. For requests, which are answered: what they raise would end the
+    scheduler."""
+    if not (any(map(_shares, models)) and graphs()):
         return None
-    shared = torch.tensor([int(any(map(_shares, models)))])
-    if group is not None and torch.distributed.is_initialized() and torch.distributed.get_world_size(group) > 1:
-        torch.distributed.all_reduce(shared, torch.distributed.ReduceOp.MAX, group=group)
-    return f"{what} would write to weights which other engines share: {REMEDY}" if shared.item() else None
+    return f"{what} would write to weights which other engines share: {REMEDY}"

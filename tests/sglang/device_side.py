@@ -28,7 +28,7 @@ def emulate(library: str, name: str) -> Any:
 
     gpu_side.prepare(library)
     where = device.gpu(name)
-    sglang_device.gpu = lambda: where
+    sglang_device.on_cuda, sglang_device.gpu = (lambda: True), (lambda: where)
     for module in (bootstrap, configurator):
         module.get_available_gpu_memory = lambda *_, **__: gpu_side.memory(name)[0] / _GIB
     return where
@@ -184,7 +184,7 @@ def play(job: dict[str, Any], rank: int, port: int) -> dict[str, Any]:
     from engine_shim.hooks import sglang_device
 
     plan = job["gpu"]
-    where = emulate(plan["library"], plan.get("name", "cuda:0"))
+    where = emulate(plan["library"], plan.get("name", f"cuda:{rank}"))
     if plan.get("hoard"):
         hoard()
     if arg := plan.get("argument"):  # as if this one had been given

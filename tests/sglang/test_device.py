@@ -50,7 +50,7 @@ class World:
     def published(self, count: int) -> list[int]:
         numbers = adopted(self.sidecar, count)
         for number in numbers:
-            resident(self.sidecar.paths, number, {A})
+            resident(self.sidecar.paths, number)
         return numbers
 
     def intact(self) -> bool:
@@ -64,12 +64,12 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build(tmp_path_factory.mktemp("driver"))
 
 
-def world(engines: Engines, library: Path, model: Path, draft: Path | None = None) -> Iterator[World]:
+def world(engines: Engines, library: Path, model: Path, draft: Path | None = None, gpus: str = A) -> Iterator[World]:
     machine = Machine(library, {A: 256 * MIB, B: 256 * MIB})
     pool = f"t-sglang-gpu-{secrets.token_hex(4)}"
     served = [model] if draft is None else [model, draft]
     try:
-        with Sidecar(pool, *served, args=["--device", A], env=machine.environ()) as sidecar:
+        with Sidecar(pool, *served, args=["--device", gpus], env=machine.environ()) as sidecar:
             for one in served:
                 sidecar.ready(one.name)
             yield World(engines, machine, sidecar, model, draft)
@@ -133,6 +133,8 @@ def test_with_graphs_writing_is_refused(pair: World, checkpoints: Path) -> None:
     graphs = {"disable_cuda_graph": False, "attention_backend": "intel_amx"}  # with torch's own it captures none
     told = pair.run("graphs", gpu={"attempts": other, "arguments": ["log_level", *WRITING]}, args=graphs, only="load")
     assert told["attempts"] and all(SHARED in text for text in told["attempts"].values()), told["attempts"]
+    raised = [name for name, text in told["attempts"].items() if text.startswith("Mismatch")]
+    assert raised == ["reset_tensors", "load_weights"]  # a request is answered: what it raises would end the scheduler
     assert told["shared afterwards"] == told["shared"] != [[], []]
     assert pair.intact()
 
@@ -184,3 +186,16 @@ def test_families(engines: Engines, library: Path, checkpoints: Path, family: st
         wanted = {name for name in every if name.endswith(("proj.weight", "embed_tokens.weight", "w13_weight", "w2_weight"))}
         assert wanted - processed <= shared and not shared & processed, sorted(wanted ^ shared)
         assert made.intact()
+
+
+def test_an_engine_of_several_ranks_copies(engines: Engines, library: Path, checkpoints: Path) -> None:
+    """They would have to agree on what is mapped."""
+    for made in world(engines, library, checkpoints / "llama", gpus=f"{A},{B}"):
+        two: dict[str, Any] = {"only": "load", "ranks": 2, "args": {"tp_size": 2}}
+        first = made.run("first", **two)
+        numbers = made.published(2)
+        on = [{copy.gpu for copy in resident(made.sidecar.paths, number).devices} for number in numbers]
+        assert sorted(map(sorted, on)) == [[A], [B]]  # the state of each rank is where that rank was
+        second = made.run("second", **two)
+        assert "only engines of one map" in made.logs["second"] and MAPPED not in made.logs["second"]
+        assert made.logs["second"].count(ATTACHED) == 2 and second["trees"] == first["trees"]
