@@ -80,7 +80,8 @@ class Torch(type):
         if name.startswith("__"):
             raise AttributeError(name)
         return Torch(name, (), {})
-sys.modules["torch"] = Torch("torch", (), {})
+for name in ("torch", "torch.multiprocessing.reductions", "torch.overrides"):
+    sys.modules[name] = Torch(name, (), {})
 import importlib
 for name in sys.argv[1:]:
     importlib.import_module(name)
