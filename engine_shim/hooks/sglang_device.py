@@ -185,8 +185,8 @@ class Skeleton(TorchFunctionMode):
         for one in gc.get_objects():
             if type(one) is functools._lru_cache_wrapper and str(one.__module__).startswith("sglang."):
                 one.cache_clear()
-        if self.left():
-            raise Mismatch(f"{self.left()} tensors of a model without memory are left: restart the engine with BALLAST_STATE=0")
+        if left := self.left():
+            raise Mismatch(f"{left} tensors of a model without memory are left: restart the engine with BALLAST_STATE=0")
 
 
 # Who must not write to it
