@@ -15,7 +15,7 @@ def describe(cache: Path) -> dict[str, object]:
     return {
         "cpu": _first(r"model name\s*:\s*(.+)", "/proc/cpuinfo") or platform.machine(),
         "cores": len(os.sched_getaffinity(0)),
-        "memory_gib": round(int(_first(r"MemTotal:\s*(\d+)", "/proc/meminfo") or 0) / (1 << 20), 1),
+        "memory_gib": round(memory_total() / (1 << 30), 1),
         "kernel": platform.release().split("-")[0],
         "system": _first(r'PRETTY_NAME="(.+)"', "/etc/os-release"),
         "virtual": "hypervisor" in _text("/proc/cpuinfo"),
@@ -47,6 +47,10 @@ def memory_available() -> int:
 def memory_free() -> int:
     """Bytes that nothing uses, not even the page cache."""
     return int(_first(r"MemFree:\s*(\d+)", "/proc/meminfo") or 0) * 1024
+
+
+def memory_total() -> int:
+    return int(_first(r"MemTotal:\s*(\d+)", "/proc/meminfo") or 0) * 1024
 
 
 def load_average() -> float:

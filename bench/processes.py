@@ -76,6 +76,19 @@ def settle(nbytes: int) -> None:
         measure("touch", nbytes=room)
 
 
+def fill_page_cache(folder: Path) -> None:
+    """Leaves little memory free, by reading a file of holes in `folder`, which takes no disk.
+
+    So memory is as on a machine that has been up for a while: there for the taking, and none of it new to a virtual machine.
+    """
+    with open(folder / "holes", "a+b", buffering=0) as holes:
+        holes.truncate(machine.memory_total())
+        holes.seek(0)
+        buffer = bytearray(4 << 20)
+        while machine.memory_free() > _SPARE and holes.readinto(buffer):
+            pass
+
+
 @dataclass(frozen=True)
 class Memory:
     """One look at a process, in bytes. `beyond` is what it has resident except pages of shared memory."""

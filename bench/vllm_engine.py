@@ -18,11 +18,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-PROMPT = {"prompt_token_ids": [1, 17, 29, 31, 5, 40]}
+TOKENS = [1, 17, 29, 31, 5, 40]
+PROMPT = {"prompt_token_ids": TOKENS}
 
 
 def make(folder: Path, nbytes: int) -> None:
-    """A Llama in bfloat16 of about so many bytes, with random weights."""
+    """A Llama in bfloat16 of about so many bytes, with random weights, whose words are called w0, w1, ..."""
+    import tokenizers
     import torch
     import transformers
 
@@ -37,6 +39,8 @@ def make(folder: Path, nbytes: int) -> None:
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
     transformers.LlamaForCausalLM(config).save_pretrained(folder, max_shard_size="500MB")
+    words = tokenizers.models.WordLevel({f"w{number}": number for number in range(vocabulary)}, unk_token="w0")
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizers.Tokenizer(words), unk_token="w0").save_pretrained(folder)
 
 
 def start(folder: Path, hang: bool) -> None:

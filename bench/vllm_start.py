@@ -8,16 +8,22 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
+import socket
 import subprocess
+import tempfile
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
 from bench import pagecache
 from bench.measure import Row, Samples, Section, interleave, mib, ratio, say, seconds
-from bench.processes import MODEL, ROOT, SITE, Served, settle, sidecar
+from bench.processes import MODEL, ROOT, SITE, Served, fill_page_cache, sidecar
+from bench.vllm_engine import TOKENS
 from engine_shim.handoff import catalog
 from engine_shim.handoff.catalog import ControlPage
 
@@ -81,7 +87,8 @@ def _start(folder: Path, pool: str | None = None, **more: str) -> dict[str, Any]
 
 def _checkpoint(cache: Path) -> Path:
     folder = cache.absolute() / f"vllm-{SIZE}"
-    if not (folder / "config.json").exists():
+    if not (folder / "tokenizer.json").exists():
+        shutil.rmtree(folder, ignore_errors=True)
         building = folder.with_name(f"{folder.name}.tmp")
         shutil.rmtree(building, ignore_errors=True)
         cache.mkdir(parents=True, exist_ok=True)
@@ -114,8 +121,9 @@ class _Answers:
 
 
 def _tabulate(section: Section, samples: Samples) -> None:
-    for label in samples.rows:
-        section.table.append([label, seconds(samples.values(label, "stage")), seconds(samples.values(label, "first token"))])
+    for label, found in samples.rows.items():
+        stage = seconds(samples.values(label, "stage")) if "stage" in found[0] else "not told"
+        section.table.append([label, stage, seconds(samples.values(label, "first token"))])
         section.samples[label] = samples.rows[label]
 
 
@@ -168,22 +176,90 @@ def publishing(cache: Path, repeats: int) -> Section:
     nbytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     section = Section(
         "What publishing costs a real vLLM's first start",
-        [f"The same engine and checkpoint ({nbytes / 1e9:.2f} GB), each start with a sidecar of its own that just loaded it."],
+        [
+            f"The same engine and checkpoint ({nbytes / 1e9:.2f} GB), each start with a sidecar of its own that just loaded "
+            "it, and with little memory free but for what is in the page cache. *Server*: `vllm serve`, until it has answered "
+            "a request. *Bare*: a script with vLLM's `LLM` class, all in one process, until its first token."
+        ],
         COLUMNS,
     )
+    answers: set[str] = set()
     measured = _Answers()
 
-    def first(**more: str) -> dict[str, float]:
+    def server(**more: str) -> dict[str, float]:
         with sidecar(folder) as fresh:  # what an earlier start has published would be attached to
+            seconds, answer = _serve(folder, fresh.pool, **NAMED, **more)
+            if not more:
+                _adopted(fresh)
+        answers.add(answer)
+        if len(answers) > 1:
+            raise SystemExit(f"the servers answer otherwise: {answers}")
+        return {"first token": seconds}
+
+    def bare(**more: str) -> dict[str, float]:
+        with sidecar(folder) as fresh:
             return measured("packed", _start(folder, fresh.pool, **NAMED, **more), False)
 
-    settle(2 * nbytes)
-    rows = [Row("not publishing", lambda: first(BALLAST_PUBLISH="0")), Row("publishing", first)]
+    off = {"BALLAST_PUBLISH": "0"}
+    rows = [
+        Row("server, not publishing", lambda: server(**off), lambda: fill_page_cache(cache)),
+        Row("server, publishing", server, lambda: fill_page_cache(cache)),
+        Row("bare, not publishing", lambda: bare(**off), lambda: fill_page_cache(cache)),
+        Row("bare, publishing", bare, lambda: fill_page_cache(cache)),
+    ]
     samples = interleave(rows, repeats)
     _tabulate(section, samples)
-    with_, without = (samples.values(label, "first token") for label in ("publishing", "not publishing"))
-    section.ratios.append(ratio("first token: publishing / not publishing", with_, without, at_most=1.05))
+    for kind, target in (("server", 1.05), ("bare", None)):
+        with_, without = (samples.values(f"{kind}, {what}", "first token") for what in ("publishing", "not publishing"))
+        section.ratios.append(ratio(f"first token, {kind}: publishing / not publishing", with_, without, at_most=target))
     return section
+
+
+def _serve(folder: Path, pool: str, **more: str) -> tuple[float, str]:
+    """Starts `vllm serve` and asks until it answers: seconds since its start, and the answer. Ends it."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [
+        str(Path(interpreter()).with_name("vllm")), "serve", str(folder), "--port", str(port), "--dtype", "bfloat16",
+        "--enforce-eager", "--max-model-len", "128", "--max-num-seqs", "1",
+    ]  # fmt: skip
+    more["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+    with tempfile.TemporaryFile("w+") as log:
+        began = time.monotonic()
+        process = subprocess.Popen(
+            command, env=environment(pool, **more), cwd="/", stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            while (answer := _ask(port, str(folder))) is None:
+                if process.poll() is not None or time.monotonic() - began > _TIMEOUT:
+                    log.seek(0)
+                    raise SystemExit(f"vLLM's server does not answer: {log.read()[-4000:]}")
+                time.sleep(0.02)
+            return time.monotonic() - began, answer
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGTERM)
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+def _ask(port: int, model: str) -> str | None:
+    """The server's first word; None as long as nobody listens."""
+    asked = json.dumps({"model": model, "prompt": TOKENS, "max_tokens": 1, "temperature": 0}).encode()
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}/v1/completions", asked, {"Content-Type": "application/json"}
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=_TIMEOUT) as answer:
+            return str(json.load(answer)["choices"][0]["text"])
+    except urllib.error.HTTPError as error:
+        raise SystemExit(f"vLLM's server refuses: {error.read().decode(errors='replace')[:2000]}") from None
+    except (urllib.error.URLError, ConnectionError):
+        return None
 
 
 def _states(served: Served) -> list[catalog.Generation]:

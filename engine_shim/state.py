@@ -200,18 +200,17 @@ class Keeper:
 
     def _move(self, group: list[Slot], place: Place) -> None:
         old = group[0].tensor.untyped_storage()
-        flat = torch.frombuffer(place.buffer, dtype=torch.uint8, count=old.nbytes(), offset=place.offset)
+        flat = torch.frombuffer(place.buffer, dtype=torch.uint8)
         new = flat.untyped_storage()
         copy_touched(old.data_ptr(), new.data_ptr(), old.nbytes())
         for slot in group:
-            tensor = slot.tensor
-            empty = torch.empty(0, dtype=tensor.dtype)
-            tensor.data = empty.set_(new, tensor.storage_offset(), tensor.shape, tensor.stride())
+            _set(slot.tensor, new)
         self._moved[new.data_ptr()] = place.row
 
     def loaded(self, module: torch.nn.Module) -> None:
         """Captures what has been loaded, and ends the engine's way of writing into it: later writes stay its own."""
         self._keep(modules.capture(module, self._wanted))
+        self._move_on(module)
         self._publication.seal()
         for place, value in modules.module_attributes(module).items():
             if place not in self._before or self._before[place] is not value:
@@ -248,6 +247,26 @@ class Keeper:
         for slot in captured.state["slots"]:
             self._slots.append([*slot[:6], rows[slot[6]], *slot[7:11], slot[11] + first, *slot[12:]])
 
+    def _move_on(self, module: torch.nn.Module) -> None:
+        """Has what was moved look at private maps of the same bytes. What cannot be, or is looked at from outside the tree as
+        well, stays where it is until `seal`."""
+        moved, self._moved = self._moved, {}
+        for group in _by_storage(module):
+            tensor = group[0].tensor
+            row = moved.get(tensor.untyped_storage().data_ptr())
+            if row is None:
+                continue
+            if all(_ordinary(slot.tensor) for slot in group) and not _seen_elsewhere(group):
+                with contextlib.suppress(HandoffError):  # no address space for another map
+                    new = self._published(row, tensor.untyped_storage().nbytes())
+                    for slot in group:
+                        _set(slot.tensor, new)
+            self._moved[tensor.untyped_storage().data_ptr()] = row
+
+    def _published(self, row: int, nbytes: int) -> torch.UntypedStorage:
+        buffer, offset = self._publication.view(row)
+        return torch.frombuffer(buffer, dtype=torch.uint8, count=nbytes, offset=offset).untyped_storage()
+
     def finish(self, module: torch.nn.Module, variant: str) -> dict[str, Any]:
         """Ends the capture: what was processed is bound to the shared bytes as well. Returns the state's description."""
         self._publication.finish()
@@ -257,11 +276,8 @@ class Keeper:
             if nbytes <= modules.TINY:
                 continue
             if row not in storages:
-                buffer, offset = self._publication.view(row)
-                flat = torch.frombuffer(buffer, dtype=torch.uint8, count=nbytes, offset=offset)
-                storages[row] = flat.untyped_storage()
-            empty = torch.empty(0, dtype=tensor.dtype)
-            tensor.data = empty.set_(storages[row], tensor.storage_offset(), tensor.shape, tensor.stride())
+                storages[row] = self._published(row, nbytes)
+            _set(tensor, storages[row])
         self._rebind.clear()
         return {
             "slots": self._slots,
@@ -335,10 +351,21 @@ def own_bytes(paths: PoolPaths, generation: int) -> int:
     return total
 
 
-def _movable(tensor: torch.Tensor) -> bool:
+def _set(tensor: torch.Tensor, storage: torch.UntypedStorage) -> None:
+    """Has a tensor look at the same place of another storage."""
+    empty = torch.empty(0, dtype=tensor.dtype)
+    tensor.data = empty.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+def _ordinary(tensor: torch.Tensor) -> bool:
+    """Whether `_set` can be done to it."""
     if tensor.device.type != "cpu" or tensor.layout != torch.strided or tensor.is_inference() or tensor.is_quantized:
         return False
-    if type(tensor) is not torch.Tensor and not isinstance(tensor, torch.nn.Parameter):
+    return type(tensor) is torch.Tensor or isinstance(tensor, torch.nn.Parameter)
+
+
+def _movable(tensor: torch.Tensor) -> bool:
+    if not _ordinary(tensor):
         return False
     try:
         storage = tensor.untyped_storage()

@@ -15,6 +15,7 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ log = logging.getLogger("ballast")
 _REACHABLE = 10**12  # generations; one every second for thirty thousand years
 KEPT = 2  # ready generations of a model: the one served, and the one before, for those who want to go back
 GUARD_TIMEOUT = 5.0
+_NICE = 10  # of who digests a publication: a tenth of a processor that others want, all of one that nobody does
 _PROGRESS_EVERY = 0.1  # seconds between two writes of progress to the catalog
 
 
@@ -387,7 +389,10 @@ class PoolWriter:
         return True
 
     def _digested(self, contents: Manifest) -> list[manifest.Tensor]:
-        digests = recompute(self.paths, contents)
+        # Just now the engine is on its way to its first answer, on the same processors.
+        with ThreadPoolExecutor(1, "ballast-digest", initializer=_step_back) as executor:
+            done = executor.submit(recompute, self.paths, contents)
+        digests = done.result()
         return [row._replace(digest=digests[index]) for index, row in enumerate(contents.tensors)]
 
     def _remove_publication(self, identifier: str) -> None:
@@ -422,6 +427,12 @@ class PoolWriter:
             with contextlib.suppress(HandoffError):  # somebody may have damaged the page; it goes in any case
                 self._write(dataclasses.replace(self.catalog, generations=()))
             remove_objects(self.paths)
+
+
+def _step_back() -> None:
+    """Gives this thread, alone, a low priority: it comes forward only when others leave it a processor."""
+    with contextlib.suppress(OSError):  # the process may have a lower one already
+        os.setpriority(os.PRIO_PROCESS, 0, _NICE)
 
 
 def _share(fd: int, mode: int, group: int | None) -> None:

@@ -17,14 +17,13 @@ from engine_shim.handoff.errors import HandoffError
 from engine_shim.handoff.posix import PAGE
 
 HUGE_PAGE = 2 << 20
-_POPULATING = 8  # threads that make pages, at most: what one makes in a second is half of what an engine reads meanwhile
-_POPULATED = 64 << 20  # bytes that a thread makes pages for at a time
+_POPULATED = 64 << 20  # bytes at a time, since other threads' mmap waits meanwhile
 
 # Not all are in every Python's mmap module; the values are the same on Linux's common architectures. See mmap(2), madvise(2).
 _NONE = 0
 _FIXED = 0x10
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
-_POPULATE_WRITE = 23
+_POPULATE_READ = 22
 _COLLAPSE = 25
 _FAILED = ctypes.c_void_p(-1).value
 
@@ -92,17 +91,11 @@ def make_huge(buffer: Buffer, offset: int, length: int) -> bool:
 
 
 def populate(buffer: Buffer) -> None:
-    """Makes a writable map's missing pages, and maps them all: by several threads, each with one call for many pages. It takes
-    Linux 5.14.
-
-    Where the kernel cannot, or the file system is full, pages are missing afterwards; the bytes that are there stay.
-    """
-    from concurrent.futures import ThreadPoolExecutor
-
+    """Maps every page that the file has, so that whoever reads next takes no fault for each few of them. Linux 5.14."""
     start, size = ctypes.addressof(buffer), len(buffer)
-    with ThreadPoolExecutor(max(1, min(_POPULATING, len(os.sched_getaffinity(0)), size // _POPULATED))) as executor:
-        for offset in range(0, size, _POPULATED):
-            executor.submit(_libc.madvise, start + offset, min(_POPULATED, size - offset), _POPULATE_WRITE)
+    for offset in range(0, size, _POPULATED):
+        if _libc.madvise(start + offset, min(_POPULATED, size - offset), _POPULATE_READ):
+            return
 
 
 def in_memory(buffer: Buffer, offset: int, length: int) -> float:

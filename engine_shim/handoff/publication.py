@@ -6,14 +6,18 @@ number, computes the digests and makes a generation of it.
 
 There are two ways in. `add` copies bytes that are somewhere else. `reserve` makes room first, so that an engine can load
 straight into it and publishing costs no copy and no second home for the weights; `seal` then takes the room's maps away
-from the engine, which keeps private ones at the same addresses.
+from the engine, which goes on with private ones.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
+import threading
 import time
+import weakref
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Mapping, NamedTuple, Optional, Protocol, Sequence
 
@@ -26,8 +30,12 @@ from engine_shim.handoff.names import TMP, PoolPaths, check_model, new_id
 from engine_shim.handoff.room import room
 from engine_shim.handoff.semaphores import Guard
 
-# A segment is closed when it has this many bytes; a larger storage gets one of its own. Few, large segments attach fastest.
+# A segment is closed when it has this many bytes; a larger storage gets one of its own. Few, large segments attach fastest,
+# but several threads make the pages of several files faster than those of one.
 SEGMENT_BYTES = 4 << 30
+_SMALLEST = 1 << 30  # bytes of a segment of a state that is too small for eight larger ones
+_ALLOCATING = 8  # threads that make pages, at most
+_ALLOCATED = 64 << 20  # bytes that a thread makes pages for at a time
 _LOCK_BYTE = 0
 _GUARD_TIMEOUT = 30.0
 
@@ -43,11 +51,10 @@ class Storage(Protocol):
 
 
 class Place(NamedTuple):
-    """Room for one storage: its row in the table of tensors, and where its bytes are in a writable shared map."""
+    """Room for one storage: its row in the table of tensors, and its bytes in a writable shared map."""
 
     row: int
     buffer: maps.Buffer
-    offset: int
 
 
 class Publication:
@@ -65,6 +72,7 @@ class Publication:
         self._rows: list[Tensor] = []
         self._files: list[tuple[int, Path, Path]] = []  # descriptor, temporary name, real name
         self._shared: dict[int, maps.Buffer] = {}  # segment -> a map through which the engine still writes
+        self._lent: list[tuple[int, weakref.ReferenceType[maps.Buffer]]] = []  # segment, and a place's part of its map
         self._private: dict[int, maps.Buffer] = {}
         self._reserved: set[int] = set()  # segments that were laid out at once
         self._finished = False
@@ -101,42 +109,60 @@ class Publication:
 
         The maps are shared: what is written there is published, until `seal`.
         """
-        room(self._paths.dir).require(sum(sizes), f"publishing {self._model!r}")
-        places: list[Place] = []
-        waiting: list[tuple[int, int]] = []  # row, offset, of the segment being laid out
+        total = sum(sizes)
+        room(self._paths.dir).require(total, f"publishing {self._model!r}")
+        limit = min(SEGMENT_BYTES, max(_SMALLEST, total // 8))
+        segments: list[list[tuple[int, int]]] = []  # of each, its storages: offset and size
         end = 0
-
-        def close_segment() -> None:
-            nonlocal end
-            if waiting:
-                buffer = self._reserve_segment(end)
-                places.extend(Place(row, buffer, offset) for row, offset in waiting)
-                waiting.clear()
-                end = 0
-
         for size in sizes:
-            if waiting and align(end, ALIGNMENT) + size > SEGMENT_BYTES:
-                close_segment()
+            if not segments or align(end, ALIGNMENT) + size > limit:
+                segments.append([])
+                end = 0
             offset = align(end, ALIGNMENT)
-            waiting.append((self._row(len(self._sizes), offset, size), offset))
+            segments[-1].append((offset, size))
             end = offset + size
-        close_segment()
+        first = len(self._sizes)
+        places = []
+        for index, storages in enumerate(segments, first):
+            buffer = self._reserve_segment(sum(storages[-1]))
+            for offset, size in storages:
+                part = (ctypes.c_ubyte * size).from_buffer(buffer, offset)
+                self._lent.append((index, weakref.ref(part)))
+                places.append(Place(self._row(index, offset, size), part))
+        # In any case all pages now: a file system that turned out to be full while the engine writes would kill it (SIGBUS).
+        self._allocate(range(first, len(self._sizes)))
         return places
 
     def _reserve_segment(self, used: int) -> maps.Buffer:
-        fd = self._create(self._paths.publication_segment(self.identifier, len(self._sizes)))
+        """The next segment, with huge pages as far as they are to be had; what else it needs is still to be allocated."""
+        index = len(self._sizes)
+        fd = self._create(self._paths.publication_segment(self.identifier, index))
         size = align(max(used, 1), SEGMENT_ALIGNMENT)
-        path = self._files[-1][1]
         os.ftruncate(fd, size)
         buffer = maps.writable(fd, size)
-        HugePages(fd, buffer, path).make(0, size)
-        maps.populate(buffer)  # the rest, so that the engine writes without a fault for every small page
-        # In any case all pages now: a file system that turned out to be full while the engine writes would kill it (SIGBUS).
-        posix.allocate(fd, 0, size, path)
-        self._shared[len(self._sizes)] = buffer
-        self._reserved.add(len(self._sizes))
+        self._shared[index] = buffer
+        self._reserved.add(index)
         self._sizes.append(size)
+        HugePages(fd, buffer, self._files[-1][1]).make(0, size)
         return buffer
+
+    def _allocate(self, segments: Sequence[int]) -> None:
+        """The pages that these segments do not have yet, by several threads, in turn at each file. Raises NoRoom."""
+        offsets = range(0, max((self._sizes[index] for index in segments), default=0), _ALLOCATED)
+        runs = [(index, offset) for offset in offsets for index in segments if offset < self._sizes[index]]
+        if not runs:
+            return
+
+        def allocate(run: tuple[int, int]) -> None:
+            (fd, path, _), (index, offset) = self._files[run[0]], run
+            posix.allocate(fd, offset, min(_ALLOCATED, self._sizes[index] - offset), path)
+
+        executor = ThreadPoolExecutor(min(_ALLOCATING, len(os.sched_getaffinity(0)), len(runs)), "ballast-pages")
+        try:
+            for _ in executor.map(allocate, runs):
+                pass
+        finally:
+            executor.shutdown(cancel_futures=True)
 
     def _row(self, segment: int, offset: int, size: int) -> int:
         self._rows.append(Tensor(str(len(self._rows)), "U8", (size,), None, segment, offset, size, None, 0))
@@ -144,11 +170,23 @@ class Publication:
         return len(self._rows) - 1
 
     def seal(self) -> None:
-        """Makes the shared maps private, in place: their bytes stay as they are for everybody, and later writes of the
-        engine stay its own."""
-        for segment, buffer in self._shared.items():
-            maps.make_private(buffer, self._files[segment][0])
-        self._shared.clear()
+        """Ends the engine's writing into the room that it got.
+
+        A shared map that anything still looks at becomes private, in place: its bytes stay as they are for everybody, and later
+        writes stay the engine's own. The others go.
+        """
+        looked_at = {segment for segment, part in self._lent if part() is not None}
+        gone = []
+        for segment in list(self._shared):
+            if segment in looked_at:
+                maps.make_private(self._shared[segment], self._files[segment][0])
+                del self._shared[segment]
+            else:
+                gone.append(self._shared.pop(segment))
+        self._lent.clear()
+        if gone:
+            with contextlib.suppress(RuntimeError):  # no thread to be had: they go when this function ends
+                threading.Thread(target=_settle, args=(list(self._private.values()), gone), name="ballast-maps").start()
 
     def add(self, storage: Storage) -> int:
         """Copies one storage into the present segment, or a new one, and returns its row. Raises NoRoom beforehand."""
@@ -169,7 +207,8 @@ class Publication:
         return self._row(len(self._sizes) - 1, offset, size)
 
     def view(self, row: int) -> tuple[maps.Buffer, int]:
-        """A private map of the segment that holds a row, as it is published, and the row's place in it. After `finish`."""
+        """A private map of the segment that holds a row, as it is published, and the row's place in it. Of reserved room, or
+        after `finish`."""
         segment = self._rows[row].segment
         if segment not in self._private:
             self._private[segment] = maps.private(self._files[segment][0], self._sizes[segment])
@@ -204,6 +243,14 @@ class Publication:
                 self._committed = True
         finally:
             page.close()
+
+
+def _settle(used: list[maps.Buffer], gone: list[maps.Buffer]) -> None:
+    """What takes the kernel a while and nobody has to wait for: the pages of maps that will be read soon, and those of maps
+    that nobody has any more."""
+    while used:
+        maps.populate(used.pop())
+    gone.clear()
 
 
 def alive(path: Path) -> Optional[bool]:

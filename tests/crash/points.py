@@ -43,7 +43,7 @@ PRIMITIVES: dict[str, frozenset[str]] = {
         {"fchmod", "chmod", "ftruncate", "truncate", "posix_fallocate", "rename", "replace", "link", "symlink", "unlink",
          "remove", "pwrite", "pwritev", "mkfifo", "utime", "fchown", "chown"}
     ),
-    "maps": frozenset({"make_private", "make_huge", "populate"}),
+    "maps": frozenset({"make_private", "make_huge"}),
     "fcntl": frozenset({"flock", "lockf", "fcntl"}),
     "posix_ipc": frozenset({"Semaphore", "unlink_semaphore", "SharedMemory", "unlink_shared_memory"}),
     "semaphore": frozenset({"acquire", "release"}),

@@ -382,7 +382,7 @@ def publish_in_place(place: Place) -> None:
     with Publication(place.paths, PUBLISHED) as making:
         places = making.reserve([storage.nbytes for storage in contents.storages])
         for room, storage in zip(places, contents.storages, strict=True):
-            position = room.offset
+            position = 0
             for piece in TensorStorage(storage.storage).pieces():
                 data = memoryview(piece).cast("B")
                 room.buffer[position : position + len(data)] = data

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from engine_shim.handoff import manifest, publication
+from engine_shim.handoff import manifest, posix, publication
 from engine_shim.handoff.catalog import ControlPage
 from engine_shim.handoff.errors import Foreign, NameRefused, NoRoom, NotFound
+from engine_shim.handoff.hugepages import HugePages
 from engine_shim.handoff.manifest import ALIGNMENT, SEGMENT_ALIGNMENT
 from engine_shim.handoff.names import PoolPaths
 from engine_shim.handoff.publication import Publication, alive
@@ -83,11 +85,11 @@ def test_room_that_is_reserved(paths: PoolPaths) -> None:
     with Publication(paths, "m") as publishing:
         places = publishing.reserve([5000, 100_000])
         for place in places:
-            place.buffer[place.offset : place.offset + 5000] = bytes([place.row + 1]) * 5000
+            place.buffer[:5000] = bytes([place.row + 1]) * 5000
         publishing.seal()
         for place in places:
-            assert place.buffer[place.offset] == place.row + 1
-            place.buffer[place.offset : place.offset + 5000] = b"\xff" * 5000
+            assert place.buffer[0] == place.row + 1
+            place.buffer[:5000] = b"\xff" * 5000
         publishing.commit({}, {}, "k")
     contents = manifest.decode(paths.publication(publishing.identifier).read_bytes(), Path("x"))
     for row, place in zip(contents.tensors, places, strict=True):
@@ -141,8 +143,8 @@ def test_reserved_in_several_segments(paths: PoolPaths, monkeypatch: pytest.Monk
     monkeypatch.setattr(publication, "SEGMENT_BYTES", 10_000)
     with Publication(paths, "m") as publishing:
         places = publishing.reserve([4000, 4000, 4000])
-        assert len({id(place.buffer) for place in places}) == 2
-        places[2].buffer[places[2].offset : places[2].offset + 3] = b"abc"
+        assert len(files(paths)) == 2
+        places[2].buffer[:3] = b"abc"
         assert publishing.reserve([]) == []
         publishing.finish()
         seen = [publishing.view(place.row) for place in places]
@@ -150,6 +152,37 @@ def test_reserved_in_several_segments(paths: PoolPaths, monkeypatch: pytest.Monk
         buffer, offset = seen[2]
         assert bytes(buffer[offset : offset + 3]) == b"abc"
         publishing.commit({}, {}, "k")
+
+
+@pytest.mark.parametrize("huge", [True, False], ids=["huge pages", "small pages"])
+def test_every_page_of_reserved_room_is_there(paths: PoolPaths, monkeypatch: pytest.MonkeyPatch, huge: bool) -> None:
+    """Whatever the kernel gives, and however many segments: a page that had to be made later could kill the engine."""
+    monkeypatch.setattr(HugePages, "_asked_again", 0.0 if huge else time.monotonic() + 3600)
+    monkeypatch.setattr(publication, "_ALLOCATED", 1 << 20)
+    monkeypatch.setattr(publication, "_SMALLEST", 8 << 20)
+    with Publication(paths, "m") as publishing:
+        places = publishing.reserve([5 << 20, 10, 4 << 20, 30 << 20, 3 << 20, 5 << 20])
+        segments = [paths.dir / name for name in files(paths)]
+        assert len(segments) == 4 and [len(place.buffer) for place in places][3] == 30 << 20
+        for path in segments:
+            assert path.stat().st_blocks * 512 >= path.stat().st_size > 0, path
+
+
+def test_a_file_system_that_fills_up(paths: PoolPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the pages are made, by several threads: nothing of it stays."""
+    allocate = posix.allocate
+
+    def full(fd: int, offset: int, length: int, path: Path) -> None:
+        if offset >= 3 << 20:
+            raise NoRoom("the file system is full")
+        allocate(fd, offset, length, path)
+
+    monkeypatch.setattr(HugePages, "_asked_again", time.monotonic() + 3600)
+    monkeypatch.setattr(publication, "_ALLOCATED", 1 << 20)
+    monkeypatch.setattr(posix, "allocate", full)
+    with pytest.raises(NoRoom, match="is full"), Publication(paths, "m") as publishing:
+        publishing.reserve([8 << 20, 8 << 20])
+    assert not files(paths)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another: run the tests as root")

@@ -42,6 +42,7 @@ EXCUSED = {
     ): "for reads of a file, in the loader's thread; the main thread goes on, "
     "and ends the process after END_WITHIN (test_frozen.py)",
     ("sidecar/loader.py", "ShardLoader.load", "future.result"): "done by then: `wait` came before",
+    ("sidecar/pool.py", "PoolWriter._digested", "done.result"): "done by then: its executor is shut down",
 }
 EXCUSED |= {
     ("sidecar/anchor.py", "main", "signal.sigwait"): "it is there to wait",
