@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import jsonschema
 import typer.main
+import yaml
 
 from sidecar import cli
 
@@ -23,11 +26,13 @@ _RESTRICTED_VOLUMES = frozenset(
     ("configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "persistentVolumeClaim", "projected", "secret")
 )
 _HOST = ("hostNetwork", "hostPID", "hostIPC")
-_SET = frozenset(("replicas", "leaderWorkerTemplate", "rolloutStrategy", "startupPolicy", "networkConfig"))
-_SET_TEMPLATE = frozenset(
-    ("leaderTemplate", "workerTemplate", "size", "restartPolicy", "subGroupPolicy", "volumeClaimTemplates",
-     "persistentVolumeClaimRetentionPolicy")
-)  # fmt: skip
+# What Kubernetes' own schemas do not have.
+_SET = jsonschema.Draft202012Validator(yaml.safe_load(Path(__file__).with_name("leaderworkerset.yaml").read_text()))
+# What the controller gives to each container of a set's pods, and to the pods as labels.
+_SET_VARIABLES = frozenset(("LWS_LEADER_ADDRESS", "LWS_GROUP_SIZE", "LWS_WORKER_INDEX"))
+_SET_LABELS = frozenset(
+    f"leaderworkerset.sigs.k8s.io/{name}" for name in ("name", "group-index", "worker-index", "group-key")
+)
 SIDECAR_IMAGES = ("ballast-sidecar", "ballast-sidecar-cuda")
 
 
@@ -67,7 +72,7 @@ def problems(documents: list[Document]) -> list[str]:
     found += _selectors(documents, [pod for _, pod in templates])
     for document in documents:
         if document["kind"] == "LeaderWorkerSet":
-            found += [f"LeaderWorkerSet {document['metadata']['name']}: {text}" for text in _set(document["spec"])]
+            found += [f"LeaderWorkerSet {document['metadata']['name']}: {text}" for text in _set(document)]
     found += [] if templates else ["there is no pod in it"]
     return found
 
@@ -241,18 +246,25 @@ def _claims(pod: Document, documents: list[Document]) -> Iterator[str]:
         yield "holder and engine do not see each other's processes, which handles need"
 
 
-def _set(spec: Document) -> Iterator[str]:
-    """What its own schema would say, which is no part of Kubernetes': leaderworkerset.x-k8s.io/v1."""
-    template = spec.get("leaderWorkerTemplate", {})
-    for keys, known in ((spec.keys(), _SET), (template.keys(), _SET_TEMPLATE)):
-        for key in keys - known:
-            yield f"there is no field {key!r}"
-    if template.get("restartPolicy") not in ("RecreateGroupOnPodRestart", "RecreateGroupAfterStart", "None"):
-        yield f"restartPolicy {template.get('restartPolicy')!r} is none"
-    if not isinstance(template.get("size"), int) or template["size"] < 1:
-        yield f"size {template.get('size')!r} is no number of pods"
-    if "workerTemplate" not in template:
-        yield "has no workerTemplate"
+def _set(document: Document) -> Iterator[str]:
+    """What its own schema says, which is no part of Kubernetes', and that its pods use what its controller gives them."""
+    for error in _SET.iter_errors(document):
+        yield f"{error.json_path}: {error.message}"
+    size = document["spec"]["leaderWorkerTemplate"].get("size", 1)
+    group = document["spec"]["leaderWorkerTemplate"].get("subGroupPolicy", {}).get("subGroupSize", 1)
+    if isinstance(size, int) and isinstance(group, int) and group > 0 and size % group and (size - 1) % group:
+        yield f"{size} pods cannot be put into groups of {group}"
+    for name, pod in pods(document):
+        for one in containers(pod):
+            own = {variable["name"] for variable in one.get("env", [])}
+            words = " ".join([*one.get("command", []), *one.get("args", [])])
+            for variable in set(re.findall(r"\$\(([A-Za-z_]+)\)", words)) - own - _SET_VARIABLES:
+                yield f"{name}: {one['name']} uses $({variable}), which nobody sets"
+            for variable in one.get("env", []):
+                path = variable.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath", "")
+                label = re.match(r"metadata\.labels\['(.*)'\]\Z", path)
+                if label and label[1] not in _SET_LABELS | pod["metadata"].get("labels", {}).keys():
+                    yield f"{name}: {one['name']} takes {variable['name']} from label {label[1]}, which nobody sets"
 
 
 def _selectors(documents: list[Document], templates: list[Document]) -> Iterator[str]:

@@ -60,7 +60,7 @@ def test_rendering_is_stable(overlay: str) -> None:
 @pytest.mark.parametrize("version", VERSIONS)
 def test_schemas(overlay: str, version: str) -> None:
     for document in load((RENDERED / f"{overlay}.yaml").read_text()):
-        if document["kind"] != "LeaderWorkerSet":  # a custom resource: no schema but that of its pods
+        if document["kind"] != "LeaderWorkerSet":  # a custom resource: its schema is ours, among the rules
             kubernetes_validate.validate(document, version, strict=True)
         for _, pod in lint.pods(document):
             metadata = {"name": "pod", **pod.get("metadata", {})}
@@ -159,18 +159,45 @@ def test_each_rule_of_claims(sentence: str, change: Callable[[Document], None]) 
 
 
 @pytest.mark.parametrize(
-    ("sentence", "change"),
+    ("sentence", "where", "change"),
     [
-        ("restartPolicy 'Never' is none", {"restartPolicy": "Never"}),
-        ("restartPolicy None is none", {"restartPolicy": None}),  # as YAML would have it if it were written null
-        ("size '2' is no number of pods", {"size": "2"}),
-        ("there is no field 'workers'", {"workers": 2}),
+        ("restartPolicy: 'Never' is not one of", "leaderWorkerTemplate", {"restartPolicy": "Never"}),
+        ("restartPolicy: None is not one of", "leaderWorkerTemplate", {"restartPolicy": None}),  # if it were written null
+        ("size: '2' is not of type 'integer'", "leaderWorkerTemplate", {"size": "2"}),
+        ("size: 0 is less than the minimum", "leaderWorkerTemplate", {"size": 0}),
+        ("('workers' was unexpected)", "leaderWorkerTemplate", {"workers": 2}),
+        ("('restartPolicy' was unexpected)", "", {"restartPolicy": "None"}),
+        ("startupPolicy: 'Ready' is not one of", "", {"startupPolicy": "Ready"}),
+        ("'type' is a required property", "", {"rolloutStrategy": {}}),
+        ("'subdomainPolicy' is a required property", "", {"networkConfig": {}}),
+        ("('selector' was unexpected)", "leaderWorkerTemplate leaderTemplate", {"selector": {}}),
+        ("5 pods cannot be put into groups of 3", "leaderWorkerTemplate", {"size": 5, "subGroupPolicy": {"subGroupSize": 3}}),
     ],
 )
-def test_each_rule_of_sets(sentence: str, change: Document) -> None:
+def test_each_rule_of_sets(sentence: str, where: str, change: Document) -> None:
     documents = load((RENDERED / "multi-node.yaml").read_text())
     (one,) = [document for document in documents if document["kind"] == "LeaderWorkerSet"]
-    one["spec"]["leaderWorkerTemplate"].update(change)
+    place = one["spec"]
+    for key in where.split():
+        place = place[key]
+    place.update(change)
+    assert any(sentence in problem for problem in lint.problems(documents)), lint.problems(documents)
+
+
+@pytest.mark.parametrize(
+    ("sentence", "change"),
+    [
+        ("uses $(LWS_NODE_RANK), which nobody sets", lambda pod: _engine(pod)["args"].append("$(LWS_NODE_RANK)")),
+        ("uses $(NODE), which nobody sets", lambda pod: _sidecar(pod).pop("env")),
+        (
+            "from label worker-index, which nobody sets",
+            lambda pod: _sidecar(pod)["env"][0]["valueFrom"]["fieldRef"].update(fieldPath="metadata.labels['worker-index']"),
+        ),
+    ],
+)
+def test_each_rule_of_a_sets_pods(sentence: str, change: Callable[[Document], None]) -> None:
+    documents = load((RENDERED / "multi-node.yaml").read_text())
+    change(next(pod for document in documents for _, pod in lint.pods(document)))
     assert any(sentence in problem for problem in lint.problems(documents)), lint.problems(documents)
 
 
