@@ -11,9 +11,10 @@ podman knows no native sidecars and no emptyDir in memory. So, and only so, the 
   is started again by podman;
 - podman's restart policy is the whole pod's, init containers and all: it is OnFailure;
 - the memory volume is DIRECTORY, where you have mounted a tmpfs, at /dev/shm in both;
+- an emptyDir becomes a volume of podman's by its name, and would be one that is there already: the pod's name comes before it;
 - probes are left away: without systemd podman does not run them. Ask `podman exec POD-sidecar ballast wait`.
 
-With --no-ports no port is mapped, as --network=none wants it.
+Ports are mapped on 127.0.0.1 only; with --no-ports none is, as --network=none wants it.
 """
 
 from __future__ import annotations
@@ -47,14 +48,21 @@ def transform(documents, directory, publish=True):
         one["imagePullPolicy"] = "Never"
         if not publish:
             one.pop("ports", None)
+        for port in one.get("ports", []):
+            port.update(hostPort=port["containerPort"], hostIP="127.0.0.1")
     for one in spec["containers"]:
         one.setdefault("env", []).append({"name": "BALLAST_MODE", "value": "require"})
+    renamed = {}
     for volume in spec["volumes"]:
         if (volume.get("emptyDir") or {}).get("medium") == "Memory":
             volume.clear()
             volume.update(name="shm", hostPath={"path": directory, "type": "Directory"})
         elif "emptyDir" in volume:
-            volume["emptyDir"] = {}
+            renamed[volume["name"]] = f"{deployments[0]['metadata']['name']}-{volume['name']}"
+            volume.update(name=renamed[volume["name"]], emptyDir={})
+    for one in (*once, *sidecars, *spec["containers"]):
+        for mount in one.get("volumeMounts", []):
+            mount["name"] = renamed.get(mount["name"], mount["name"])
     for name in UNKNOWN_TO_PODMAN:
         spec["securityContext"].pop(name, None)
     spec.update(initContainers=once, containers=[*sidecars, *spec["containers"]], restartPolicy="OnFailure")

@@ -122,6 +122,7 @@ def test_a_pod_by_hand(podman: str) -> None:
     """As docs/podman.md has it."""
     name = f"t-{secrets.token_hex(3)}"
     common = ["--pod", name, "--user=65532:65532", "--read-only", "--cap-drop=ALL", "-v", f"{name}:/models:ro"]
+    common.append("--restart=on-failure")
     try:
         run(podman, "run", "--rm", "--network=none", "-v", f"{name}:/models", "ballast-demo-model")
         run(podman, "pod", "create", "--name", name, "--network=none", "--shm-size=1g")
@@ -135,6 +136,11 @@ def test_a_pod_by_hand(podman: str) -> None:
         assert "smollm2 comes from memory" in log(f"{name}-engine") and "Paris" in answer(f"{name}-engine")
         done = run(podman, "exec", f"{name}-engine", "python3", "-m", "engine_shim", "doctor")
         assert "the sidecar of pool 'main' lives" in done.stdout
+        for part, sign in (("sidecar", "adopted smollm2, generation 1"), ("engine", "ready on port")):
+            count = log(f"{name}-{part}").count(sign)
+            os.kill(json.loads(run(podman, "inspect", f"{name}-{part}").stdout)[0]["State"]["Pid"], 9)
+            until(f"{part} was not restarted", lambda p=part, s=sign, n=count: log(f"{name}-{p}").count(s) > n)
+        assert log(f"{name}-engine").count("smollm2 comes from memory") == 2 and "Paris" in answer(f"{name}-engine")
     finally:
         run(podman, "pod", "rm", "--force", name, check=False)
         run(podman, "volume", "rm", "--force", name, check=False)

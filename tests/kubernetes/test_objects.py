@@ -273,6 +273,26 @@ def test_a_node_holds_its_own_files_only(pool_name: str, tmp_path: Path) -> None
         assert "model comes from memory" in done.stderr and "loading without Ballast" in done.stderr
 
 
+@pytest.mark.parametrize("options", [[], ["--no-ports"]])
+def test_the_pod_for_podman(options: list[str]) -> None:
+    """What deploy/podman/kube.py makes of the overlay `cpu`. tests/containers runs it."""
+    script = [sys.executable, str(ROOT / "deploy" / "podman" / "kube.py"), *options, "/run/ballast"]
+    rendered = (RENDERED / "cpu.yaml").read_text()
+    made = subprocess.run(script, input=rendered, capture_output=True, text=True, check=True)
+    (pod,) = load(made.stdout)
+    kubernetes_validate.validate(pod, VERSIONS[0], strict=True)
+    assert [one["name"] for one in pod["spec"]["containers"]] == ["sidecar", "engine"]
+    volumes = {volume["name"]: volume for volume in pod["spec"]["volumes"]}
+    # podman takes an emptyDir's name for that of a volume of its own, which may be anybody's.
+    assert {name for name, volume in volumes.items() if "emptyDir" in volume} == {"engine-models", "engine-tmp"}
+    assert volumes["shm"]["hostPath"]["path"] == "/run/ballast"
+    for one in lint.containers(pod):
+        assert {mount["name"] for mount in one["volumeMounts"]} <= volumes.keys()
+        assert one["securityContext"]["runAsUser"] == 65532 and "restartPolicy" not in one
+    ports = [port for one in lint.containers(pod) for port in one.get("ports", [])]
+    assert [(port["hostIP"], port["hostPort"]) for port in ports] == ([] if options else [("127.0.0.1", 8000)])
+
+
 def test_versions_are_ours() -> None:
     for document in load((RENDERED / "cpu.yaml").read_text()):
         for _, pod in lint.pods(document):
