@@ -72,7 +72,7 @@ def problems(documents: list[Document]) -> list[str]:
     found += _selectors(documents, [pod for _, pod in templates])
     for document in documents:
         if document["kind"] == "LeaderWorkerSet":
-            found += [f"LeaderWorkerSet {document['metadata']['name']}: {text}" for text in _set(document)]
+            found += [f"LeaderWorkerSet {document['metadata']['name']}: {text}" for text in _set(document, documents)]
     found += [] if templates else ["there is no pod in it"]
     return found
 
@@ -246,7 +246,7 @@ def _claims(pod: Document, documents: list[Document]) -> Iterator[str]:
         yield "holder and engine do not see each other's processes, which handles need"
 
 
-def _set(document: Document) -> Iterator[str]:
+def _set(document: Document, documents: list[Document]) -> Iterator[str]:
     """What its own schema says, which is no part of Kubernetes', and that its pods use what its controller gives them."""
     for error in _SET.iter_errors(document):
         yield f"{error.json_path}: {error.message}"
@@ -254,6 +254,8 @@ def _set(document: Document) -> Iterator[str]:
     group = document["spec"]["leaderWorkerTemplate"].get("subGroupPolicy", {}).get("subGroupSize", 1)
     if isinstance(size, int) and isinstance(group, int) and group > 0 and size % group and (size - 1) % group:
         yield f"{size} pods cannot be put into groups of {group}"
+    if any(d["kind"] == "Service" and d["metadata"]["name"] == document["metadata"]["name"] for d in documents):
+        yield "a service has its name, which is that of the service that its controller makes"
     for name, pod in pods(document):
         for one in containers(pod):
             own = {variable["name"] for variable in one.get("env", [])}

@@ -201,6 +201,14 @@ def test_each_rule_of_a_sets_pods(sentence: str, change: Callable[[Document], No
     assert any(sentence in problem for problem in lint.problems(documents)), lint.problems(documents)
 
 
+def test_a_set_has_its_name_for_itself() -> None:
+    documents = load((RENDERED / "multi-node.yaml").read_text())
+    (service,) = [document for document in documents if document["kind"] == "Service"]
+    service["metadata"]["name"] = "engine"
+    (problem,) = lint.problems(documents)
+    assert "a service has its name" in problem
+
+
 def test_selectors_select() -> None:
     documents = load((RENDERED / "cpu.yaml").read_text())
     for document in documents:
