@@ -41,7 +41,7 @@ def test_the_variables_are_those_of_compose() -> None:
     page = (ROOT / "docs" / "docker-compose.md").read_text()
     text = (ROOT / "compose.yaml").read_text()
     for name, default in re.findall(r"\$\{([A-Z_]+):-([^}]*)\}", text):
-        if name not in ("BALLAST_SIDECAR_IMAGE", "BALLAST_START_PERIOD"):
+        if name != "BALLAST_SIDECAR_IMAGE":
             assert f"`{name}`" in page, name
             assert default in ("model", "ballast-demo-engine") or f"`{default}`" in page, (name, default)
 
@@ -64,3 +64,6 @@ def test_compose_is_hardened_throughout() -> None:
             assert mount.endswith(":ro") or name == "shim", (name, mount)
     for name in ("sidecar", "engine", "vllm"):
         assert services[name]["ipc"] == services[name]["pid"] == "service:shm"
+        assert "healthcheck" in services[name] and services[name]["restart"] == "unless-stopped", name
+    for name in ("engine", "vllm"):
+        assert {"BALLAST_POOL", "BALLAST_MODE"} <= services[name]["environment"].keys(), name
