@@ -27,7 +27,7 @@ from engine_shim.handoff.errors import Foreign, NotFound
 from engine_shim.handoff.hugepages import HugePages
 from engine_shim.handoff.manifest import ALIGNMENT, SEGMENT_ALIGNMENT, Manifest, Tensor, align
 from engine_shim.handoff.names import TMP, PoolPaths, check_model, new_id
-from engine_shim.handoff.room import room
+from engine_shim.handoff.room import room, spare
 from engine_shim.handoff.semaphores import Guard
 
 # A segment is closed when it has this many bytes; a larger storage gets one of its own. Few, large segments attach fastest,
@@ -110,7 +110,7 @@ class Publication:
         The maps are shared: what is written there is published, until `seal`.
         """
         total = sum(sizes)
-        room(self._paths.dir).require(total, f"publishing {self._model!r}")
+        room(self._paths.dir).require(total, f"publishing {self._model!r}", spare(self._paths.dir))
         limit = min(SEGMENT_BYTES, max(_SMALLEST, total // 8))
         segments: list[list[tuple[int, int]]] = []  # of each, its storages: offset and size
         end = 0
@@ -191,7 +191,7 @@ class Publication:
     def add(self, storage: Storage) -> int:
         """Copies one storage into the present segment, or a new one, and returns its row. Raises NoRoom beforehand."""
         size = storage.nbytes
-        room(self._paths.dir).require(size, f"publishing {self._model!r}")
+        room(self._paths.dir).require(size, f"publishing {self._model!r}", spare(self._paths.dir))
         last = self._sizes[-1] if self._sizes else 0
         if not self._sizes or len(self._sizes) - 1 in self._reserved or (last and last + size > SEGMENT_BYTES):
             self._create(self._paths.publication_segment(self.identifier, len(self._sizes)))

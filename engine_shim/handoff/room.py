@@ -15,6 +15,11 @@ from engine_shim.handoff.errors import NoRoom
 from engine_shim.handoff.posix import ancestors, read_number
 
 _CGROUPS = Path("/sys/fs/cgroup")
+# Where engines have channels between their own processes.
+_SHARED_MEMORY = Path("/dev/shm")
+# What a publication leaves free there: vLLM wants 160 MiB for its channels and does not start without. An engine's start must
+# not fail for what an earlier start has published.
+_SPARE = 256 << 20
 _UNLIMITED = 1 << 60  # cgroup v1 says "no limit" with a number near 2**63
 
 
@@ -31,16 +36,18 @@ class Room:
     def bytes(self) -> int:
         return min(limit for limit in (self.file_system, self.cgroup, self.machine) if limit is not None)
 
-    def require(self, needed: int, what: str) -> None:
-        """Raises NoRoom, with numbers and the remedy, unless `needed` bytes fit."""
-        if needed <= self.bytes:
+    def require(self, needed: int, what: str, spare: int = 0) -> None:
+        """Raises NoRoom, with numbers and the remedy, unless `needed` bytes fit and leave `spare` in the file system."""
+        if needed <= self.bytes and needed + spare <= self.file_system:
             return
-        need = f"{what} needs {gib(needed)} and only {gib(self.bytes)} are free"
-        if self.bytes == self.file_system:
+        left = f", with {gib(spare)} left for engines' own use," if spare else ""
+        if needed <= self.bytes or self.bytes == self.file_system:
+            need = f"{what} needs {gib(needed)}{left} and only {gib(self.file_system)} are free"
             raise NoRoom(
                 f"{need} in {self.directory}: make it larger (docker and compose: shm_size or --shm-size; podman: "
                 "--shm-size; Kubernetes: sizeLimit of the memory emptyDir at /dev/shm; host: mount -o remount,size=)"
             )
+        need = f"{what} needs {gib(needed)} and only {gib(self.bytes)} are free"
         if self.bytes == self.cgroup:
             raise NoRoom(
                 f"{need} under the container's memory limit, which shared memory counts against: raise it (docker and "
@@ -61,6 +68,14 @@ def room(directory: Path) -> Room:
     """What can be allocated in `directory` now. Reads /proc and /sys/fs/cgroup (v1 and v2)."""
     usage = os.statvfs(directory)
     return Room(directory, usage.f_bavail * usage.f_frsize, _cgroup_room(), _machine_room())
+
+
+def spare(directory: Path) -> int:
+    """What is to be left free by whoever puts something into `directory` that an engine could do without."""
+    try:
+        return _SPARE if os.stat(directory).st_dev == os.stat(_SHARED_MEMORY).st_dev else 0
+    except OSError:
+        return 0
 
 
 def _machine_room() -> Optional[int]:

@@ -149,8 +149,10 @@ def test_a_dev_shm_of_its_own(stack: Stack, containers: Callable[..., str]) -> N
     until("it does not come up", lambda: "ready on port" in run("docker", "logs", name).stdout)
     assert "is not there" in run("docker", "logs", name).stderr
     done = run("docker", "exec", name, "python3", "-m", "engine_shim", "doctor", "--json", check=False)
-    (pool,) = [row for row in json.loads(done.stdout)["findings"] if row["check"] == "pool"]
+    findings = {row["check"]: row for row in json.loads(done.stdout)["findings"]}
+    pool, room = findings["pool"], findings["room"]
     assert done.returncode == 1 and "private IPC" in pool["text"] and "service:NAME" in pool["remedy"]
+    assert room["verdict"] == "note" and "(vLLM: 160 MiB, or it does not start)" in room["text"]
 
 
 def test_a_gpu_in_two_containers(stack: Stack, containers: Callable[..., str], tmp_path: Path) -> None:

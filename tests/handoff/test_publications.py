@@ -17,7 +17,7 @@ from engine_shim.handoff.hugepages import HugePages
 from engine_shim.handoff.manifest import ALIGNMENT, SEGMENT_ALIGNMENT
 from engine_shim.handoff.names import PoolPaths
 from engine_shim.handoff.publication import Publication, alive
-from engine_shim.handoff.room import Room
+from engine_shim.handoff.room import Room, spare
 from engine_shim.modules import TensorStorage
 
 
@@ -118,6 +118,7 @@ def test_what_is_not_committed_is_gone(paths: PoolPaths, when: str) -> None:
 def test_no_room(paths: PoolPaths, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is written before it is known to fit."""
     monkeypatch.setattr(publication, "room", lambda _: Room(paths.dir, 4000, None, None))
+    monkeypatch.setattr(publication, "spare", lambda _: 0)
     with Publication(paths, "m") as publishing:
         publishing.add(storage(3000))
         with pytest.raises(NoRoom, match=r"publishing 'm' needs 4\.88 KiB"):
@@ -126,6 +127,21 @@ def test_no_room(paths: PoolPaths, monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(NoRoom):
             publishing.reserve([3000, 3000])
         assert files(paths) == before
+
+
+def test_room_is_left_for_engines_own_use(paths: PoolPaths, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """vLLM does not start where /dev/shm has no 160 MiB for its own channels: publishing leaves them to the next start."""
+    assert paths.dir == Path("/dev/shm") and spare(paths.dir) > 160 << 20
+    monkeypatch.setattr(publication, "room", lambda _: Room(paths.dir, spare(paths.dir) + 4000, None, None))
+    with Publication(paths, "m") as publishing:
+        publishing.add(storage(3000))
+        with pytest.raises(NoRoom, match=r"publishing 'm' needs 4\.88 KiB, with 256\.00 MiB left for engines' own use, and"):
+            publishing.add(storage(5000))
+        with pytest.raises(NoRoom):
+            publishing.reserve([3000, 3000])
+        publishing.reserve([3000])
+    if os.stat(tmp_path).st_dev != os.stat("/dev/shm").st_dev:
+        assert spare(tmp_path) == 0  # engines have nothing there
     assert not files(paths)
 
 
