@@ -232,6 +232,8 @@ def _plain(slot: Slot) -> torch.Tensor:
         raise Mismatch(f"{slot.label} is a {qualified(type(plain))}, which cannot be published")
     if plain.layout != torch.strided or plain.is_quantized or plain.dtype not in NAMES:
         raise Mismatch(f"{slot.label} is {plain.layout} of {plain.dtype}, which cannot be published")
+    if plain.is_conj() or plain.is_neg():  # its bytes are not its values
+        raise Mismatch(f"{slot.label} is another tensor's conjugate or negative without bytes of its own")
     try:
         plain.untyped_storage().data_ptr()
     except (RuntimeError, NotImplementedError):

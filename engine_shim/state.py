@@ -14,6 +14,7 @@ import contextlib
 import ctypes
 import logging
 import os
+import sys
 from dataclasses import dataclass, field
 from typing import AbstractSet, Any, Iterable, Mapping, Optional
 
@@ -193,7 +194,7 @@ class Keeper:
             if self._wanted(slot.path) and _movable(slot.tensor):
                 group = groups.setdefault(slot.tensor.untyped_storage().data_ptr(), {})
                 group[id(slot.tensor)] = slot
-        chosen = [list(group.values()) for group in groups.values() if not _seen_elsewhere(list(group.values()))]
+        chosen = [list(group.values()) for group in groups.values() if _follows(list(group.values()))]
         sizes = [group[0].tensor.untyped_storage().nbytes() for group in chosen]
         for moving, place in zip(chosen, self._publication.reserve(sizes)):
             self._move(moving, place)
@@ -203,8 +204,8 @@ class Keeper:
         flat = torch.frombuffer(place.buffer, dtype=torch.uint8)
         new = flat.untyped_storage()
         copy_touched(old.data_ptr(), new.data_ptr(), old.nbytes())
-        for slot in group:
-            _set(slot.tensor, new)
+        for tensor in _looking(group):
+            _set(tensor, new)
         self._moved[new.data_ptr()] = place.row
 
     def loaded(self, module: torch.nn.Module) -> None:
@@ -256,11 +257,11 @@ class Keeper:
             row = moved.get(tensor.untyped_storage().data_ptr())
             if row is None:
                 continue
-            if all(_ordinary(slot.tensor) for slot in group) and not _seen_elsewhere(group):
+            if _follows(group):
                 with contextlib.suppress(HandoffError):  # no address space for another map
                     new = self._published(row, tensor.untyped_storage().nbytes())
-                    for slot in group:
-                        _set(slot.tensor, new)
+                    for each in _looking(group):
+                        _set(each, new)
             self._moved[tensor.untyped_storage().data_ptr()] = row
 
     def _published(self, row: int, nbytes: int) -> torch.UntypedStorage:
@@ -361,6 +362,8 @@ def _ordinary(tensor: torch.Tensor) -> bool:
     """Whether `_set` can be done to it."""
     if tensor.device.type != "cpu" or tensor.layout != torch.strided or tensor.is_inference() or tensor.is_quantized:
         return False
+    if tensor.is_conj() or tensor.is_neg():  # `_set` would lose that
+        return False
     return type(tensor) is torch.Tensor or isinstance(tensor, torch.nn.Parameter)
 
 
@@ -374,17 +377,46 @@ def _movable(tensor: torch.Tensor) -> bool:
         return False  # a wrapper around other tensors
 
 
+def _looking(group: list[Slot]) -> list[torch.Tensor]:
+    """The tensors of a group, each once, and what views among them were made of: that lives as long as the view."""
+    found = {id(slot.tensor): slot.tensor for slot in group}
+    for tensor in list(found.values()):
+        if tensor._base is not None:
+            found[id(tensor._base)] = tensor._base
+    return list(found.values())
+
+
 def _seen_elsewhere(group: list[Slot]) -> bool:
-    """Whether some tensor outside the tree looks at the same storage: it would go on looking at the old one."""
+    """Whether something outside the tree looks at the same storage: it would go on looking at the old one."""
     count = getattr(torch._C, "_storage_Use_Count", None)
     if count is None:
         return False
     storage = group[0].tensor.untyped_storage()
-    looking = {id(slot.tensor): slot.tensor for slot in group}
-    for tensor in list(looking.values()):
-        if tensor._base is not None:  # what a view was made of lives as long as the view
-            looking[id(tensor._base)] = tensor._base
-    return bool(count(storage._cdata) > len(looking) + 1)  # these and `storage` itself
+    if sys.getrefcount(storage) > _NOT_HELD:
+        return True
+    return bool(count(storage._cdata) > len(_looking(group)) + 1)  # these and `storage` itself
+
+
+def _references(tensor: torch.Tensor) -> int:
+    storage = tensor.untyped_storage()
+    return sys.getrefcount(storage)
+
+
+_NOT_HELD = _references(torch.empty(1))  # of a storage's Python object: torch may make one for each who asks, or one for all
+
+
+def _follows(group: list[Slot]) -> bool:
+    """Whether everything that looks at a group's storage can be had to look at another, by `_set` of `_looking`."""
+    looking = _looking(group)
+    if not all(map(_ordinary, looking)) or _seen_elsewhere(group):
+        return False
+    # Who holds a tensor itself, in C++, has its address, as by DLPack: that does not follow. Its views hold it as well.
+    held = {id(tensor): 1 for tensor in looking}
+    for tensor in looking:
+        if tensor._base is not None:
+            held[id(tensor._base)] += 1
+    count: Any = getattr(torch.Tensor, "_use_count", None)
+    return count is None or all(count(tensor) <= held[id(tensor)] for tensor in looking)
 
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")

@@ -23,7 +23,7 @@ from typing import Any, Mapping, NamedTuple, Optional, Protocol, Sequence
 
 from engine_shim.handoff import manifest, maps, posix
 from engine_shim.handoff.catalog import ENGINE, ControlPage
-from engine_shim.handoff.errors import Foreign, NotFound
+from engine_shim.handoff.errors import Foreign, HandoffError, NotFound
 from engine_shim.handoff.hugepages import HugePages
 from engine_shim.handoff.manifest import ALIGNMENT, SEGMENT_ALIGNMENT, Manifest, Tensor, align
 from engine_shim.handoff.names import TMP, PoolPaths, check_model, new_id
@@ -86,7 +86,8 @@ class Publication:
 
     def close(self) -> None:
         """Lets go of the files, and removes them unless they were committed. Who has them mapped keeps his bytes."""
-        self.seal()
+        with contextlib.suppress(HandoffError):  # the kernel refuses private maps: those of files that nobody else has will do
+            self.seal()
         for fd, new, real in self._files:
             if not self._committed:
                 posix.remove(new)

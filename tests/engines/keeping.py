@@ -1,0 +1,238 @@
+"""Engines whose state is kept while somebody looks at bytes of their model: for test_keeping.py, each a process of its own."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+
+from engine_shim import modules
+from engine_shim.handoff import manifest, maps
+from engine_shim.handoff.errors import HandoffError
+from engine_shim.handoff.names import PoolPaths
+from engine_shim.state import Keeper
+
+COUNT = 1 << 16  # elements of a weight, more than are copied rather than moved
+
+
+class Model(torch.nn.Module):
+    """Two parameters and whatever else a case hangs on it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = torch.nn.Parameter(torch.zeros(COUNT), requires_grad=False)
+        self.two = torch.nn.Parameter(torch.zeros(COUNT), requires_grad=False)
+
+
+class Case:
+    """What is done to a model: as it is `built`, as its weights are `loaded`. Both may return somebody who looks at bytes."""
+
+    def __init__(self, built: Callable[[Model], Any] = lambda _: None, loaded: Callable[[Model], Any] = lambda _: None) -> None:
+        self.built, self.loaded = built, loaded
+
+
+def fill(model: torch.nn.Module) -> None:
+    with torch.no_grad():
+        for number, parameter in enumerate(model.parameters(), 1):
+            parameter.copy_(torch.arange(parameter.numel()).view(parameter.shape) + number)
+
+
+def hung(name: str, made: Callable[[Model], Any]) -> Callable[[Model], None]:
+    def hang(model: Model) -> None:
+        setattr(model, name, made(model))
+
+    return hang
+
+
+def buffer_of_a_base(model: Model) -> torch.Tensor:
+    """A view in the tree; what it was made of is held by somebody else."""
+    base = torch.zeros(2 * COUNT)
+    model.register_buffer("view", base[COUNT:])
+    return base
+
+
+def tied(model: Model) -> None:
+    model.two = model.one
+
+
+def same_bytes(model: Model) -> None:
+    model.register_buffer("two_flat", model.two.data.view(256, -1)[3:])
+    model.three = torch.nn.Parameter(model.two.data[7:], requires_grad=False)
+    model.ints = model.two.data.view(torch.int32)
+
+
+def shared_tree(model: Model) -> torch.nn.Module:
+    other = torch.nn.Module()
+    other.weight = model.one
+    other.part = torch.nn.Parameter(model.two.data[COUNT // 2 :], requires_grad=False)
+    return other
+
+
+def replaced(model: Model) -> torch.Tensor:
+    old = model.one
+    model.one = torch.nn.Parameter(torch.full((COUNT,), 7.0), requires_grad=False)
+    model.two.data = torch.full((COUNT,), 8.0)
+    return old
+
+
+def inference(model: Model) -> None:
+    with torch.inference_mode():
+        model.frozen = torch.full((COUNT,), 3.0)
+
+
+def conjugate(model: Model) -> None:
+    model.register_buffer("freqs", torch.full((COUNT,), 1 + 2j))
+    model.register_buffer("back", model.freqs.conj())
+
+
+CASES = {
+    "nobody": Case(),
+    "tied": Case(tied),
+    "tied while loading": Case(loaded=tied),
+    "several tensors of the tree": Case(same_bytes),
+    "several tensors of the tree, made while loading": Case(loaded=same_bytes),
+    "a view in a list": Case(lambda m: [m.one.data[5:]]),
+    "a view in a list, made while loading": Case(loaded=lambda m: [m.one.data[5:]]),
+    "views for each expert": Case(loaded=lambda m: [m.one.data[i::8] for i in range(8)]),
+    "a closure's": Case(loaded=lambda m: (lambda view: (lambda: view))(m.two.detach())()),
+    "the base of a view": Case(buffer_of_a_base),
+    "the base of a view, made while loading": Case(loaded=buffer_of_a_base),
+    "an array": Case(lambda m: m.one.data.numpy()),
+    "an array, made while loading": Case(loaded=lambda m: m.one.numpy()),
+    "an array by DLPack": Case(lambda m: numpy.from_dlpack(m.one.data)),
+    "an array by DLPack, made while loading": Case(loaded=lambda m: numpy.from_dlpack(m.one)),
+    "an array by DLPack of the parameter": Case(lambda m: numpy.from_dlpack(m.one)),
+    "a tensor by DLPack": Case(loaded=lambda m: torch.from_dlpack(m.one)),
+    "a memoryview": Case(loaded=lambda m: memoryview(m.one.numpy())),
+    "a storage": Case(loaded=lambda m: m.one.untyped_storage()),
+    "another tree": Case(loaded=shared_tree),
+    "a list of parameters": Case(loaded=lambda m: list(m.parameters())),
+    "parameters that loading replaces": Case(loaded=replaced),
+    "an inference tensor": Case(inference),
+    "an inference tensor, made while loading": Case(loaded=inference),
+    "a transposed one": Case(hung("two", lambda m: torch.nn.Parameter(torch.zeros(256, 256).t(), requires_grad=False))),
+}
+REFUSED = {"a conjugate": Case(conjugate), "a conjugate, made while loading": Case(loaded=conjugate)}
+
+
+def start(case: Case, keeper: Keeper | None = None, gives_up: bool = False) -> tuple[Model, list[Any]]:
+    model = Model()
+    seen = [case.built(model)]
+    if keeper is not None:
+        keeper.move(model)
+    fill(model)
+    seen.append(case.loaded(model))
+    if keeper is not None:
+        try:
+            keeper.loaded(model)
+        except HandoffError:
+            assert gives_up
+        else:
+            assert not gives_up
+    return model, seen
+
+
+def tensors(model: Model, seen: list[Any]) -> list[torch.Tensor]:
+    """Everything that looks at bytes, in the same order in every start."""
+    found = [slot.tensor for slot in modules.slots(model)]
+    for item in [part for one in seen for part in (one if isinstance(one, list) else [one])]:
+        if isinstance(item, torch.nn.Module):
+            found += [slot.tensor for slot in modules.slots(item)]
+        elif isinstance(item, torch.UntypedStorage):
+            found.append(torch.empty(0, dtype=torch.uint8).set_(item))
+        elif isinstance(item, (numpy.ndarray, memoryview)):
+            found.append(torch.frombuffer(item, dtype=torch.float32))
+        elif isinstance(item, torch.Tensor):
+            found.append(item)
+    return found
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    return tensor.detach().resolve_conj().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+def written(looking: list[torch.Tensor], index: int) -> list[bytes]:
+    """What all see when one of them has written."""
+    with torch.inference_mode():
+        looking[index].data[-1:] = index + 100
+        looking[index].data[: len(looking[index]) // 3] = index + 100
+    return [bits(tensor) for tensor in looking]
+
+
+def segments(paths: PoolPaths) -> dict[str, bytes]:
+    return {n.file: Path(paths.dir, n.file).read_bytes() for n in paths.objects() if n.kind == "publication"}
+
+
+def mapped(paths: PoolPaths) -> list[str]:
+    """Maps of the pool's files through which this process could write to them."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return [line for line in lines if f"ballast-{paths.pool}.in" in line and "w" in line.split()[1] and "s" in line.split()[1]]
+
+
+def compare(model: Model, seen: list[Any], name: str) -> list[str]:
+    """In what a model, and those who look at its bytes, differ from those of an engine without Ballast."""
+    found = []
+    plain, kept = tensors(*start({**CASES, **REFUSED}[name])), tensors(model, seen)
+    for step in range(-1, len(plain)):
+        wanted, got = (written(each, step) if step >= 0 else list(map(bits, each)) for each in (plain, kept))
+        differ = [row for row, pair in enumerate(zip(wanted, got, strict=True)) if len(set(pair)) > 1]
+        found += [f"tensor {row} once tensor {step} was written to" for row in differ]
+    return found
+
+
+def kept(pool: str, name: str) -> list[str]:
+    """What is otherwise in an engine whose state is kept: empty, if all is well."""
+    paths = PoolPaths(pool)
+    keeper = Keeper("m", paths, {})
+    try:
+        model, seen = start(CASES[name], keeper)
+        for thread in threading.enumerate():
+            if thread.name == "ballast-maps":
+                thread.join(10)
+        found = [f"{line} is still writable" for line in mapped(paths)]
+        keeper.commit(keeper.finish(model, "final"), {}, "k")
+        before = segments(paths)
+        found += compare(model, seen, name)
+        found += ["what was published has changed"] if segments(paths) != before else []
+        fresh, _ = start(CASES[name])
+        found += [f"{label} was published otherwise" for label in unlike(paths, keeper.identifier, fresh)]
+    finally:
+        keeper.close()
+    return found
+
+
+def given_up(pool: str, name: str, refused: bool) -> list[str]:
+    """The same where the state cannot be kept, as turns out once it is loaded. `refused`: the kernel has no private maps."""
+    paths = PoolPaths(pool)
+    if refused:
+        maps.make_private = maps.private = no_map
+    keeper = Keeper("m", paths, {})
+    try:
+        model, seen = start({**CASES, **REFUSED}[name], keeper, gives_up=True)
+    finally:
+        keeper.close()
+    return compare(model, seen, name) + [f"{file} is left" for file in segments(paths)]
+
+
+def no_map(*_: Any) -> None:
+    raise HandoffError("there is no more address space")
+
+
+def unlike(paths: PoolPaths, identifier: str, model: Model) -> list[str]:
+    """The tensors of the tree whose published bytes are not those of `model`."""
+    contents = manifest.read(paths.publication(identifier))
+    found = []
+    here = {(slot.path, slot.name): slot for slot in modules.slots(model)}
+    for row in modules.slot_rows(contents):
+        place = contents.tensors[row.storage]
+        data = paths.publication_segment(identifier, place.segment).read_bytes()[place.offset : place.offset + place.nbytes]
+        flat = torch.frombuffer(bytearray(data), dtype=modules.DTYPES[row.dtype])
+        there = flat.as_strided(row.shape, row.strides, row.offset)
+        slot = here.pop((row.path, row.name))
+        if not torch.equal(there, slot.tensor.detach()):
+            found.append(slot.label)
+    return found + [slot.label for slot in here.values()]
