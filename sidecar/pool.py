@@ -73,6 +73,8 @@ class PoolWriter:
                 log.warning("%s; starting with an empty pool", error)
             previous = Catalog(boot="")
         self.admit: Callable[[Manifest], None] = lambda contents: None  # raises what forbids a publication to come in
+        # Hears of a publication's bytes as they are digested, and raises what ends that.
+        self.pace: Callable[[int], None] = lambda count: None
         self._next_progress = 0.0
         self._foreign: set[Path] = set()
         self.unfinished: list[int] = []
@@ -391,7 +393,7 @@ class PoolWriter:
     def _digested(self, contents: Manifest) -> list[manifest.Tensor]:
         # Just now the engine is on its way to its first answer, on the same processors.
         with ThreadPoolExecutor(1, "ballast-digest", initializer=_step_back) as executor:
-            done = executor.submit(recompute, self.paths, contents)
+            done = executor.submit(recompute, self.paths, contents, self.pace)
         digests = done.result()
         return [row._replace(digest=digests[index]) for index, row in enumerate(contents.tensors)]
 
@@ -431,8 +433,8 @@ class PoolWriter:
 
 def _step_back() -> None:
     """Gives this thread, alone, a low priority: it comes forward only when others leave it a processor."""
-    with contextlib.suppress(OSError):  # the process may have a lower one already
-        os.setpriority(os.PRIO_PROCESS, 0, _NICE)
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, 0, max(_NICE, os.getpriority(os.PRIO_PROCESS, 0)))
 
 
 def _share(fd: int, mode: int, group: int | None) -> None:

@@ -168,7 +168,7 @@ class Sidecar:
         Raises Busy if the pool has a sidecar already.
         """
         pool = self._pool = PoolWriter(self.paths)
-        pool.admit = self._admit
+        pool.admit, pool.pace = self._admit, self._pace
         self._residency = Residency(pool, self._device)
         previous = [signal.signal(number, self._on_signal) for number in (signal.SIGTERM, signal.SIGINT)]
         remove = False
@@ -535,6 +535,11 @@ class Sidecar:
     def _admit(self, contents: Manifest) -> None:
         """Keeps within the budget what engines publish."""
         self._budget.make_room(self._pool, contents.model, contents.nbytes, self._evicted, there=contents.nbytes)
+
+    def _pace(self, _: int) -> None:
+        """Whoever stops this sidecar does not wait until a large state is digested, at a low priority."""
+        if self._stop.is_set():
+            raise HandoffError("the sidecar was stopped before it was done with it: start the engine once more to publish it")
 
     def _evicted(self, generation: Generation) -> None:
         model = self.models.get(generation.model)

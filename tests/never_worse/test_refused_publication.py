@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
+import signal
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 
-from engine_shim.handoff.catalog import FAILED, READY
+from engine_shim.handoff.catalog import FAILED, READY, ControlPage
 from engine_shim.handoff.names import PoolPaths
 from engine_shim.handoff.publication import Publication
 from engine_shim.modules import TensorStorage
-from sidecar import pool
+from sidecar import loader, pool
+from sidecar.serve import Sidecar
 
 
 def published(paths: PoolPaths, writer: pool.PoolWriter) -> str:
@@ -58,3 +61,41 @@ def test_digests_wait_for_the_engine(pool_paths: PoolPaths, monkeypatch: pytest.
         writer.close(remove=True)
     assert niceness == [max(before, 10)]
     assert os.getpriority(os.PRIO_PROCESS, 0) == before
+
+
+def test_a_low_priority_is_not_raised() -> None:
+    """That of a sidecar which was started with `nice -n 19`."""
+
+    def niceness() -> int:
+        os.setpriority(os.PRIO_PROCESS, 0, 19)  # of this thread
+        pool._step_back()
+        return os.getpriority(os.PRIO_PROCESS, 0)
+
+    with ThreadPoolExecutor(1) as executor:
+        assert executor.submit(niceness).result() == 19
+
+
+def test_a_sidecar_that_is_stopped_does_not_digest_on(pool_paths: PoolPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be given up otherwise, and end with 1: a state of some GiB takes longer than it has to end in an orderly way."""
+    sidecar = Sidecar(pool_paths, [], on_exit="remove")
+    blocks = []
+    digest = loader.digest.block
+
+    def slow(data: Any) -> Any:
+        blocks.append(len(data))
+        sidecar._signal = signal.SIGTERM
+        assert sidecar._stop.wait(10)
+        return digest(data)
+
+    monkeypatch.setattr(loader.digest, "block", slow)
+    failed = []
+    monkeypatch.setattr(pool.PoolWriter, "fail", lambda _, model, reason, *__: failed.append((model, reason)))
+    page = ControlPage.create_or_open(pool_paths)
+    with Publication(pool_paths, "m") as publication:
+        publication.add(TensorStorage(torch.ones(50 << 18).untyped_storage()))
+        publication.commit({"slots": []}, {}, "0" * 32)
+    page.close()
+    assert sidecar.run() == 0
+    assert len(blocks) == 1
+    ((model, reason),) = failed
+    assert model == "m" and "stopped" in reason
