@@ -36,6 +36,7 @@ SEGMENT_BYTES = 4 << 30
 _SMALLEST = 1 << 30  # bytes of a segment of a state that is too small for eight larger ones
 _ALLOCATING = 8  # threads that make pages, at most
 _ALLOCATED = 64 << 20  # bytes that a thread makes pages for at a time
+_ASKED_AGAIN = 16 << 20  # bytes that are added before it is asked again whether there is room: that takes a millisecond or two
 _LOCK_BYTE = 0
 _GUARD_TIMEOUT = 30.0
 
@@ -75,6 +76,7 @@ class Publication:
         self._lent: list[tuple[int, weakref.ReferenceType[maps.Buffer]]] = []  # segment, and a place's part of its map
         self._private: dict[int, maps.Buffer] = {}
         self._reserved: set[int] = set()  # segments that were laid out at once
+        self._fits = 0  # bytes for which there was room, when it was asked last, and that were not added since
         self._finished = False
         self._committed = False
 
@@ -192,7 +194,11 @@ class Publication:
     def add(self, storage: Storage) -> int:
         """Copies one storage into the present segment, or a new one, and returns its row. Raises NoRoom beforehand."""
         size = storage.nbytes
-        room(self._paths.dir).require(size, f"publishing {self._model!r}", spare(self._paths.dir))
+        if size > self._fits:
+            left, aside = room(self._paths.dir), spare(self._paths.dir)
+            left.require(size, f"publishing {self._model!r}", aside)
+            self._fits = min(left.bytes, left.file_system - aside, size + _ASKED_AGAIN)
+        self._fits -= size
         last = self._sizes[-1] if self._sizes else 0
         if not self._sizes or len(self._sizes) - 1 in self._reserved or (last and last + size > SEGMENT_BYTES):
             self._create(self._paths.publication_segment(self.identifier, len(self._sizes)))

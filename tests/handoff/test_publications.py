@@ -129,6 +129,27 @@ def test_no_room(paths: PoolPaths, monkeypatch: pytest.MonkeyPatch) -> None:
         assert files(paths) == before
 
 
+def test_many_small_ones(paths: PoolPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thousands of small tensors hold an engine up only if each asks the whole machine for room."""
+    asked = []
+
+    def counted(directory: Path) -> Room:
+        asked.append(directory)
+        return Room(directory, spare(directory) + (40 << 20), None, None)
+
+    monkeypatch.setattr(publication, "room", counted)
+    with Publication(paths, "m") as publishing:
+        for _ in range(3000):
+            publishing.add(storage(100))
+        assert len(asked) == 1
+        with pytest.raises(NoRoom):
+            publishing.add(storage((40 << 20) + 1))
+        large = storage(10 << 20)
+        for _ in range(4):
+            publishing.add(large)
+        assert 3 <= len(asked) <= 5
+
+
 def test_room_is_left_for_engines_own_use(paths: PoolPaths, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """vLLM does not start where /dev/shm has no 160 MiB for its own channels: publishing leaves them to the next start."""
     assert paths.dir == Path("/dev/shm") and spare(paths.dir) > 160 << 20
