@@ -79,6 +79,7 @@ class Publication:
         self._fits = 0  # bytes for which there was room, when it was asked last, and that were not added since
         self._finished = False
         self._committed = False
+        _living.add(self)
 
     def __enter__(self) -> Publication:
         return self
@@ -94,6 +95,16 @@ class Publication:
             if not self._committed:
                 posix.remove(new)
                 posix.remove(real)
+            os.close(fd)
+        self._files.clear()
+
+    def leave(self) -> None:
+        """In a forked child: what it writes is its own, as ever, and the publication is its parent's business."""
+        for segment, buffer in self._shared.items():
+            with contextlib.suppress(HandoffError):
+                maps.make_private(buffer, self._files[segment][0])
+        self._shared.clear()
+        for fd, _, _ in self._files:  # an open one would hold the lock
             os.close(fd)
         self._files.clear()
 
@@ -258,6 +269,17 @@ def _settle(used: list[maps.Buffer], gone: list[maps.Buffer]) -> None:
     while used:
         maps.populate(used.pop())
     gone.clear()
+
+
+_living: weakref.WeakSet[Publication] = weakref.WeakSet()
+
+
+def _forked() -> None:
+    for publication in list(_living):
+        publication.leave()
+
+
+os.register_at_fork(after_in_child=_forked)
 
 
 def alive(path: Path) -> Optional[bool]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from engine_shim.handoff.names import PoolPaths
 from engine_shim.handoff.publication import Publication, alive
 from engine_shim.handoff.room import Room, spare
 from engine_shim.modules import TensorStorage
+from tests.processes import die_with_parent
 
 
 @pytest.fixture
@@ -95,6 +97,34 @@ def test_room_that_is_reserved(paths: PoolPaths) -> None:
     for row, place in zip(contents.tensors, places, strict=True):
         bytes_there = paths.publication_segment(publishing.identifier, row.segment).read_bytes()
         assert bytes_there[row.offset : row.offset + 5000] == bytes([place.row + 1]) * 5000
+
+
+def test_a_process_that_is_forked_meanwhile(paths: PoolPaths) -> None:
+    """What it writes is its own, it removes nothing, and it does not hold its parent's locks."""
+    with Publication(paths, "m") as publishing:
+        (place,) = publishing.reserve([100_000])
+        place.buffer[:5000] = b"a" * 5000
+        parent, child = multiprocessing.Pipe()
+        pid = os.fork()
+        if pid == 0:
+            die_with_parent()
+            place.buffer[:5000] = b"b" * 5000
+            publishing.close()
+            child.send(sum(os.readlink(f"/proc/self/fd/{fd}").count(paths.pool + ".in.") for fd in open_files()))
+            child.poll(10)
+            os._exit(0)
+        assert parent.recv() == 0
+        assert bytes(place.buffer[:5000]) == b"a" * 5000
+        publishing.commit({}, {}, "k")
+        parent.send(None)
+        os.waitpid(pid, 0)
+    segment = paths.publication_segment(publishing.identifier, 0).read_bytes()
+    assert b"b" not in segment and segment.count(b"a") == 5000
+
+
+def open_files() -> list[str]:
+    """This process's descriptors, without the one that looks."""
+    return [fd for fd in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{fd}")]
 
 
 @pytest.mark.parametrize("when", ["empty", "added", "finished", "no pool", "error"])
