@@ -98,6 +98,34 @@ def test_made_private_in_place(path: Path) -> None:
     os.close(fd)
 
 
+def resident(path: Path, what: str = "Rss:") -> int:
+    """Bytes of the file that this process has mapped, by /proc/self/smaps."""
+    total, inside = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        words = line.split()
+        if not words[0].endswith(":"):
+            inside = words[-1] == str(path)
+        elif inside and words[0] == what:
+            total += int(words[1]) << 10
+    return total
+
+
+def test_pages_before_they_are_read(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them are mapped, and none is copied."""
+    before = path.read_bytes()
+    monkeypatch.setattr(maps, "_POPULATED", 1 << 20)
+    buffer = opened(path)
+    assert resident(path) == 0
+    maps.populate(buffer)
+    assert (resident(path), resident(path, "Anonymous:")) == (SIZE, 0)
+    assert bytes(buffer) == before
+    # A kernel that cannot is asked once.
+    asked: list[int] = []
+    monkeypatch.setattr(maps._libc, "madvise", lambda *given: asked.append(given[0]) or -1)
+    maps.populate(buffer)
+    assert len(asked) == 1
+
+
 def test_huge_pages_change_no_byte(path: Path) -> None:
     """Whether the kernel makes them is the kernel's business."""
     before = path.read_bytes()

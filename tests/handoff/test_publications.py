@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -127,6 +128,29 @@ def open_files() -> list[str]:
     return [fd for fd in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{fd}")]
 
 
+def test_room_that_nobody_looks_at_any_more(paths: PoolPaths) -> None:
+    """Its shared map goes; the private one that the engine has instead is filled, and holds what was written."""
+
+    def shared() -> int:
+        return sum(publishing.identifier in line and "rw-s" in line for line in open("/proc/self/maps"))
+
+    with Publication(paths, "m") as publishing:
+        [place] = publishing.reserve([100_000])
+        place.buffer[:3] = b"abc"
+        assert shared() == 1
+        buffer, offset = publishing.view(place.row)
+        del place
+        publishing.seal()
+        for thread in threading.enumerate():
+            if thread.name == "ballast-maps":
+                thread.join(10)
+        assert shared() == 0
+        buffer[offset] = ord("x")
+        assert bytes(buffer[offset : offset + 3]) == b"xbc"
+        publishing.commit({}, {}, "k")
+    assert paths.publication_segment(publishing.identifier, 0).read_bytes()[:3] == b"abc"
+
+
 @pytest.mark.parametrize("when", ["empty", "added", "finished", "no pool", "error"])
 def test_what_is_not_committed_is_gone(paths: PoolPaths, when: str) -> None:
     with pytest.raises((RuntimeError, NotFound)), Publication(paths, "m") as publishing:
@@ -193,6 +217,7 @@ def test_room_is_left_for_engines_own_use(paths: PoolPaths, monkeypatch: pytest.
         publishing.reserve([3000])
     if os.stat(tmp_path).st_dev != os.stat("/dev/shm").st_dev:
         assert spare(tmp_path) == 0  # engines have nothing there
+        assert spare(tmp_path / "gone") == 0
     assert not files(paths)
 
 
