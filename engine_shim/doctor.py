@@ -321,12 +321,13 @@ def _room(here: Surroundings) -> Iterator[Finding]:
         ("in the machine", left.machine),
     )
     text = ", ".join(f"{room.gib(count)} {where}" for where, count in limits if count is not None)
+    remedy = "make it larger, or serve less in it; 'ballast status' shows what is there"
     if left.file_system < _RECORD_ROOM:
         text = f"{here.paths.dir} is full, and an engine that attaches has to write its record there"
-        yield Finding("room", FAULT, text, "make it larger, or serve less in it; 'ballast status' shows what is there")
+        yield Finding("room", FAULT, text, remedy)
     elif left.file_system < room.spare(here.paths.dir):
         text = f"free: {text}; engines may want more for their own processes' channels (vLLM: 160 MiB, or it does not start)"
-        yield Finding("room", NOTE, text, "make it larger, or serve less in it; 'ballast status' shows what is there")
+        yield Finding("room", NOTE, text, remedy)
     else:
         yield Finding("room", OK, f"free: {text}")
 

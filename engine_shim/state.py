@@ -16,7 +16,7 @@ import logging
 import os
 import sys
 from dataclasses import dataclass, field
-from typing import AbstractSet, Any, Iterable, Mapping, Optional
+from typing import AbstractSet, Any, Iterable, Iterator, Mapping, Optional
 
 import torch
 
@@ -189,12 +189,8 @@ class Keeper:
         A tensor on another device stays there. One that somebody outside the tree looks at stays where it is as well.
         """
         self._before = modules.module_attributes(module)
-        groups: dict[int, dict[int, Slot]] = {}
-        for slot in modules.slots(modules.root(module)):
-            if self._wanted(slot.path) and _movable(slot.tensor):
-                group = groups.setdefault(slot.tensor.untyped_storage().data_ptr(), {})
-                group[id(slot.tensor)] = slot
-        chosen = [list(group.values()) for group in groups.values() if _follows(list(group.values()))]
+        movable = (slot for slot in _slots(module) if self._wanted(slot.path) and _movable(slot.tensor))
+        chosen = [group for group in _by_storage(movable) if _follows(_looking(group))]
         sizes = [group[0].tensor.untyped_storage().nbytes() for group in chosen]
         for moving, place in zip(chosen, self._publication.reserve(sizes)):
             self._move(moving, place)
@@ -252,15 +248,16 @@ class Keeper:
         """Has what was moved look at private maps of the same bytes. What cannot be, or is looked at from outside the tree as
         well, stays where it is until `seal`."""
         moved, self._moved = self._moved, {}
-        for group in _by_storage(module):
+        for group in _by_storage(_slots(module)):
             tensor = group[0].tensor
             row = moved.get(tensor.untyped_storage().data_ptr())
             if row is None:
                 continue
-            if _follows(group):
+            looking = _looking(group)
+            if _follows(looking):
                 with contextlib.suppress(HandoffError):  # no address space for another map
                     new = self._published(row, tensor.untyped_storage().nbytes())
-                    for each in _looking(group):
+                    for each in looking:
                         _set(each, new)
             self._moved[tensor.untyped_storage().data_ptr()] = row
 
@@ -322,15 +319,19 @@ def check_seen_nowhere_else(module: torch.nn.Module) -> None:
 
     Such as a view that a module keeps in a list.
     """
-    for group in _by_storage(module):
-        if _seen_elsewhere(group):
+    for group in _by_storage(_slots(module)):
+        if _seen_elsewhere(_looking(group)):
             raise Mismatch(f"{group[0].label} is looked at from outside the module tree")
 
 
-def _by_storage(module: torch.nn.Module) -> list[list[Slot]]:
-    """The tree's tensors that have bytes, each once, those that look at the same bytes together."""
+def _slots(module: torch.nn.Module) -> Iterator[Slot]:
+    return modules.slots(modules.root(module))
+
+
+def _by_storage(slots: Iterable[Slot]) -> list[list[Slot]]:
+    """The tensors that have bytes, each once, those that look at the same bytes together."""
     groups: dict[int, dict[int, Slot]] = {}
-    for slot in modules.slots(modules.root(module)):
+    for slot in slots:
         if slot.tensor.layout == torch.strided and slot.tensor.device.type != "meta":
             with contextlib.suppress(RuntimeError, NotImplementedError):  # a wrapper around other tensors
                 place = slot.tensor.untyped_storage().data_ptr()
@@ -386,15 +387,15 @@ def _looking(group: list[Slot]) -> list[torch.Tensor]:
     return list(found.values())
 
 
-def _seen_elsewhere(group: list[Slot]) -> bool:
-    """Whether something outside the tree looks at the same storage: it would go on looking at the old one."""
+def _seen_elsewhere(looking: list[torch.Tensor]) -> bool:
+    """Whether something else than these looks at their storage: it would go on looking at the old one."""
     count = getattr(torch._C, "_storage_Use_Count", None)
     if count is None:
         return False
-    storage = group[0].tensor.untyped_storage()
+    storage = looking[0].untyped_storage()
     if sys.getrefcount(storage) > _NOT_HELD:
         return True
-    return bool(count(storage._cdata) > len(_looking(group)) + 1)  # these and `storage` itself
+    return bool(count(storage._cdata) > len(looking) + 1)  # these and `storage` itself
 
 
 def _references(tensor: torch.Tensor) -> int:
@@ -405,10 +406,9 @@ def _references(tensor: torch.Tensor) -> int:
 _NOT_HELD = _references(torch.empty(1))  # of a storage's Python object: torch may make one for each who asks, or one for all
 
 
-def _follows(group: list[Slot]) -> bool:
-    """Whether everything that looks at a group's storage can be had to look at another, by `_set` of `_looking`."""
-    looking = _looking(group)
-    if not all(map(_ordinary, looking)) or _seen_elsewhere(group):
+def _follows(looking: list[torch.Tensor]) -> bool:
+    """Whether all that looks at the storage of these can be had to look at another, by `_set` of each."""
+    if not all(map(_ordinary, looking)) or _seen_elsewhere(looking):
         return False
     # Who holds a tensor itself, in C++, has its address, as by DLPack: that does not follow. Its views hold it as well.
     held = {id(tensor): 1 for tensor in looking}

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from engine_shim.handoff.catalog import ControlPage
 from engine_shim.handoff.names import DEFAULT_DIR, PREFIX, PoolPaths
 
 # Where the tests are a job in the background, SIGINT and SIGQUIT are ignored, and so they would be in every process they start.
@@ -41,3 +42,13 @@ def pool_name() -> Iterator[str]:
 def pool_paths(pool_name: str) -> PoolPaths:
     """The same pool's paths."""
     return PoolPaths(pool_name)
+
+
+@pytest.fixture
+def empty_pool(pool_paths: PoolPaths) -> Iterator[PoolPaths]:
+    """The same pool with a control page, as publishers need it. What is in it goes at the end."""
+    page = ControlPage.create_or_open(pool_paths)
+    yield pool_paths
+    page.close()
+    for name in pool_paths.objects():
+        (pool_paths.dir / name.file).unlink()

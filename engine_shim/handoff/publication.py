@@ -135,6 +135,7 @@ class Publication:
             offset = align(end, ALIGNMENT)
             segments[-1].append((offset, size))
             end = offset + size
+        self._fits = 0
         first = len(self._sizes)
         places = []
         for index, storages in enumerate(segments, first):

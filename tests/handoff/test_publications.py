@@ -6,14 +6,13 @@ import multiprocessing
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 from engine_shim.handoff import manifest, posix, publication
-from engine_shim.handoff.catalog import ControlPage
 from engine_shim.handoff.errors import Foreign, NameRefused, NoRoom, NotFound
 from engine_shim.handoff.hugepages import HugePages
 from engine_shim.handoff.manifest import ALIGNMENT, SEGMENT_ALIGNMENT
@@ -25,13 +24,8 @@ from tests.processes import die_with_parent
 
 
 @pytest.fixture
-def paths(pool_paths: PoolPaths) -> Iterator[PoolPaths]:
-    """A pool with a control page."""
-    page = ControlPage.create_or_open(pool_paths)
-    yield pool_paths
-    page.close()
-    for name in pool_paths.objects():
-        (pool_paths.dir / name.file).unlink()
+def paths(empty_pool: PoolPaths) -> PoolPaths:
+    return empty_pool
 
 
 def storage(size: int, seed: int = 0) -> TensorStorage:
