@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import logging
 import os
 import sys
@@ -393,17 +394,17 @@ def _seen_elsewhere(looking: list[torch.Tensor]) -> bool:
     if count is None:
         return False
     storage = looking[0].untyped_storage()
-    if sys.getrefcount(storage) > _NOT_HELD:
+    if sys.getrefcount(storage) > _not_held():
         return True
     return bool(count(storage._cdata) > len(looking) + 1)  # these and `storage` itself
 
 
-def _references(tensor: torch.Tensor) -> int:
+@functools.cache
+def _not_held() -> int:
+    """References to a storage's Python object that only its asker holds: torch may make one for each who asks, or one for all."""
+    tensor = torch.empty(1)
     storage = tensor.untyped_storage()
     return sys.getrefcount(storage)
-
-
-_NOT_HELD = _references(torch.empty(1))  # of a storage's Python object: torch may make one for each who asks, or one for all
 
 
 def _follows(looking: list[torch.Tensor]) -> bool:
