@@ -10,6 +10,7 @@ post-processing, which runs again on every attach. *processed*: as post-processi
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import ctypes
 import functools
@@ -22,7 +23,7 @@ from typing import AbstractSet, Any, Iterable, Iterator, Mapping, Optional
 import torch
 
 from engine_shim import device, ladder, modules
-from engine_shim.handoff import catalog
+from engine_shim.handoff import catalog, maps
 from engine_shim.handoff.catalog import Generation
 from engine_shim.handoff.errors import Damaged, HandoffError, Mismatch, NotFound, NotReady
 from engine_shim.handoff.manifest import Manifest
@@ -163,10 +164,9 @@ class Keeper:
     paths: PoolPaths
     levels: Mapping[str, str]  # path of module -> level; those not named are captured at level loaded
     _publication: Publication = field(init=False)
-    _moved: dict[int, int] = field(default_factory=dict)  # address of a moved storage -> its row
+    _moved: dict[int, int] = field(default_factory=dict)  # address of a moved storage -> its row, until `loaded`
     _before: dict[tuple[str, str], Any] = field(default_factory=dict)
     _slots: list[list[Any]] = field(default_factory=list)
-    _rebind: list[tuple[torch.Tensor, int]] = field(default_factory=list)  # processed tensor -> its storage's row
     _attributes: list[list[Any]] = field(default_factory=list)
     _wrappers: list[list[Any]] = field(default_factory=list)
 
@@ -187,10 +187,12 @@ class Keeper:
     def move(self, module: torch.nn.Module) -> None:
         """Moves the module's larger tensors into the publication, with what they hold. Raises NoRoom with nothing moved.
 
-        A tensor on another device stays there. One that somebody outside the tree looks at stays where it is as well.
+        A tensor on another device stays there. One that somebody outside the tree looks at stays where it is as well, and so
+        does one in a file's map or in shared memory, where another process may look at it.
         """
         self._before = modules.module_attributes(module)
-        movable = (slot for slot in _slots(module) if self._wanted(slot.path) and _movable(slot.tensor))
+        memory = maps.own_memory()
+        movable = (slot for slot in _slots(module) if self._wanted(slot.path) and _movable(slot.tensor, memory))
         chosen = [group for group in _by_storage(movable) if _follows(_looking(group))]
         sizes = [group[0].tensor.untyped_storage().nbytes() for group in chosen]
         for moving, place in zip(chosen, self._publication.reserve(sizes)):
@@ -207,8 +209,14 @@ class Keeper:
 
     def loaded(self, module: torch.nn.Module) -> None:
         """Captures what has been loaded, and ends the engine's way of writing into it: later writes stay its own."""
-        self._keep(modules.capture(module, self._wanted))
-        self._move_on(module)
+        moved, self._moved = self._moved, {}
+        self._keep(modules.capture(module, self._wanted), moved)
+        for group in _by_storage(_slots(module)):
+            # What cannot be, or is looked at from outside the tree as well, stays where it is until `seal`.
+            row = moved.get(group[0].tensor.untyped_storage().data_ptr())
+            if row is not None and _follows(_looking(group)):
+                with contextlib.suppress(HandoffError):  # no address space for another map
+                    self._move_on(group, row)
         self._publication.seal()
         for place, value in modules.module_attributes(module).items():
             if place not in self._before or self._before[place] is not value:
@@ -225,59 +233,44 @@ class Keeper:
         self._attributes.append([*place, simple])
 
     def process(self, module: torch.nn.Module, paths: Iterable[str]) -> None:
-        """Captures the modules at these paths, whose post-processing is done."""
+        """Captures the modules at these paths, whose post-processing is done, and moves their larger tensors: the engine has no
+        memory for both. Raises NoRoom, or Mismatch for what cannot be captured."""
         wanted = set(paths)
-        captured = modules.capture(module, wanted.__contains__)
-        first = len(self._slots)
-        self._keep(captured)
-        here = (slot for slot in modules.slots(modules.root(module)) if slot.path in wanted)
-        for index, (slot, row) in enumerate(zip(here, self._slots[first:]), first):
-            if row[11] == index and slot.tensor.device.type == "cpu":
-                self._rebind.append((slot.tensor, row[6]))
+        memory = maps.own_memory()
+        groups = [group for group in _by_storage(_slots(module)) if any(slot.path in wanted for slot in group)]
+        chosen = [group for group in groups if _movable(group[0].tensor, memory) and _follows(_looking(group))]
+        places = self._publication.reserve([group[0].tensor.untyped_storage().nbytes() for group in chosen])
+        moved = {}
+        for group, place in zip(chosen, places):
+            old = group[0].tensor.untyped_storage()
+            ctypes.memmove(place.buffer, old.data_ptr(), old.nbytes())
+            del old
+            self._move_on(group, place.row)
+            moved[group[0].tensor.untyped_storage().data_ptr()] = place.row
+        self._keep(modules.capture(module, wanted.__contains__), moved)
 
-    def _keep(self, captured: modules.Captured) -> None:
+    def _keep(self, captured: modules.Captured, moved: Mapping[int, int]) -> None:
+        """Captures; what has not been moved, as address -> row, is copied."""
         self._wrappers = sorted([*self._wrappers, *captured.state.get("wrappers", [])])
         first = len(self._slots)
         rows = []
         for storage in captured.storages:
-            row = self._moved.get(storage.storage.data_ptr()) if storage.nbytes else None
+            row = moved.get(storage.storage.data_ptr()) if storage.nbytes else None
             rows.append(self._publication.add(TensorStorage(storage.storage)) if row is None else row)
         for slot in captured.state["slots"]:
             self._slots.append([*slot[:6], rows[slot[6]], *slot[7:11], slot[11] + first, *slot[12:]])
 
-    def _move_on(self, module: torch.nn.Module) -> None:
-        """Has what was moved look at private maps of the same bytes. What cannot be, or is looked at from outside the tree as
-        well, stays where it is until `seal`."""
-        moved, self._moved = self._moved, {}
-        for group in _by_storage(_slots(module)):
-            tensor = group[0].tensor
-            row = moved.get(tensor.untyped_storage().data_ptr())
-            if row is None:
-                continue
-            looking = _looking(group)
-            if _follows(looking):
-                with contextlib.suppress(HandoffError):  # no address space for another map
-                    new = self._published(row, tensor.untyped_storage().nbytes())
-                    for each in looking:
-                        _set(each, new)
-            self._moved[tensor.untyped_storage().data_ptr()] = row
-
-    def _published(self, row: int, nbytes: int) -> torch.UntypedStorage:
+    def _move_on(self, group: list[Slot], row: int) -> None:
+        """Has a group look at a private map of the bytes that a row has. Raises HandoffError."""
+        nbytes = group[0].tensor.untyped_storage().nbytes()
         buffer, offset = self._publication.view(row)
-        return torch.frombuffer(buffer, dtype=torch.uint8, count=nbytes, offset=offset).untyped_storage()
+        new = torch.frombuffer(buffer, dtype=torch.uint8, count=nbytes, offset=offset).untyped_storage()
+        for tensor in _looking(group):
+            _set(tensor, new)
 
     def finish(self, module: torch.nn.Module, variant: str) -> dict[str, Any]:
-        """Ends the capture: what was processed is bound to the shared bytes as well. Returns the state's description."""
+        """Ends the capture. Returns the state's description."""
         self._publication.finish()
-        storages: dict[int, torch.UntypedStorage] = {}
-        for tensor, row in self._rebind:
-            nbytes = tensor.untyped_storage().nbytes()
-            if nbytes <= modules.TINY:
-                continue
-            if row not in storages:
-                storages[row] = self._published(row, nbytes)
-            _set(tensor, storages[row])
-        self._rebind.clear()
         return {
             "slots": self._slots,
             "processed": sorted(path for path, level in self.levels.items() if level == PROCESSED),
@@ -369,14 +362,19 @@ def _ordinary(tensor: torch.Tensor) -> bool:
     return type(tensor) is torch.Tensor or isinstance(tensor, torch.nn.Parameter)
 
 
-def _movable(tensor: torch.Tensor) -> bool:
+def _movable(tensor: torch.Tensor, memory: list[tuple[int, int]]) -> bool:
+    """Whether it is large enough to be moved, and lies in `memory`: see `maps.own_memory`."""
     if not _ordinary(tensor):
         return False
     try:
         storage = tensor.untyped_storage()
-        return storage.nbytes() >= MOVED and storage.data_ptr() != 0 and not tensor.is_pinned()
+        place, nbytes = storage.data_ptr(), storage.nbytes()
+        if nbytes < MOVED or not place or tensor.is_pinned():
+            return False
     except (RuntimeError, NotImplementedError):
         return False  # a wrapper around other tensors
+    before = bisect.bisect_right(memory, (place, sys.maxsize)) - 1
+    return before >= 0 and place + nbytes <= memory[before][1]
 
 
 def _looking(group: list[Slot]) -> list[torch.Tensor]:
@@ -401,7 +399,7 @@ def _seen_elsewhere(looking: list[torch.Tensor]) -> bool:
 
 @functools.cache
 def _not_held() -> int:
-    """References to a storage's Python object that only its asker holds: torch may make one for each who asks, or one for all."""
+    """References to a storage's object that only its asker holds: torch may make one for each who asks, or one for all."""
     tensor = torch.empty(1)
     storage = tensor.untyped_storage()
     return sys.getrefcount(storage)
@@ -427,7 +425,8 @@ _MARK = bytes(1 if value & _HAS_BYTES else 0 for value in range(256))
 
 def copy_touched(source: int, target: int, nbytes: int) -> None:
     """Copies memory to memory, without the pages of the source that nobody has ever written to: those are zeros, and so is
-    the target. A model that was just built consists of such pages, since `torch.empty` does not write.
+    the target. A model that was just built consists of such pages, since `torch.empty` does not write. The source must lie in
+    `maps.own_memory`: a file's page that is not in memory is in the file.
 
     Asks /proc/self/pagemap (see proc_pid_pagemap(5)); where that is not to be had everything is copied.
     """

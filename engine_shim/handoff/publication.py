@@ -75,7 +75,7 @@ class Publication:
         self._shared: dict[int, maps.Buffer] = {}  # segment -> a map through which the engine still writes
         self._lent: list[tuple[int, weakref.ReferenceType[maps.Buffer]]] = []  # segment, and a place's part of its map
         self._private: dict[int, maps.Buffer] = {}
-        self._reserved: set[int] = set()  # segments that were laid out at once
+        self._adding: Optional[int] = None  # the segment that `add` writes to
         self._fits = 0  # bytes for which there was room, when it was asked last, and that were not added since
         self._finished = False
         self._committed = False
@@ -156,7 +156,6 @@ class Publication:
         os.ftruncate(fd, size)
         buffer = maps.writable(fd, size)
         self._shared[index] = buffer
-        self._reserved.add(index)
         self._sizes.append(size)
         HugePages(fd, buffer, self._files[-1][1]).make(0, size)
         return buffer
@@ -211,19 +210,20 @@ class Publication:
             left.require(size, f"publishing {self._model!r}", aside)
             self._fits = min(left.bytes, left.file_system - aside, size + _ASKED_AGAIN)
         self._fits -= size
-        last = self._sizes[-1] if self._sizes else 0
-        if not self._sizes or len(self._sizes) - 1 in self._reserved or (last and last + size > SEGMENT_BYTES):
-            self._create(self._paths.publication_segment(self.identifier, len(self._sizes)))
+        index = self._adding
+        if index is None or (self._sizes[index] and self._sizes[index] + size > SEGMENT_BYTES):
+            index = self._adding = len(self._sizes)
+            self._create(self._paths.publication_segment(self.identifier, index))
             self._sizes.append(0)
-        fd, path, _ = self._files[-1]
-        offset = align(self._sizes[-1], ALIGNMENT)
+        fd, path, _ = self._files[index]
+        offset = align(self._sizes[index], ALIGNMENT)
         place = offset
         for piece in storage.pieces():
             view = memoryview(piece).cast("B")
             posix.write_exactly(fd, view, place, path)
             place += len(view)
-        self._sizes[-1] = offset + size
-        return self._row(len(self._sizes) - 1, offset, size)
+        self._sizes[index] = offset + size
+        return self._row(index, offset, size)
 
     def view(self, row: int) -> tuple[maps.Buffer, int]:
         """A private map of the segment that holds a row, as it is published, and the row's place in it. Of reserved room, or

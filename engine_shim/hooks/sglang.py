@@ -269,6 +269,9 @@ def _load(loader: Any, model_config: Any, by_sglang: Callable[[], Any]) -> Any:
             else:
                 _failed(settings, f"{what} is not used", error)
                 step.report("failed")
+        except BaseException:  # such as Ctrl-C in a notebook, whose process goes on
+            step.close()
+            raise
         else:
             try:
                 step.end(model)

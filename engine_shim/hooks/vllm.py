@@ -141,6 +141,9 @@ def _load(loader: Any, vllm_config: Any, model_config: Any, prefix: str, by_vllm
             raise  # the engine's own failure: nothing of ours was in it
         _failed(settings, f"{what} is not used", error)
         ours.report("failed")
+    except BaseException:  # such as Ctrl-C in a notebook, whose process goes on
+        ours.close()
+        raise
     else:
         ours.end(model)
         return model

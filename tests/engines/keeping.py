@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -72,6 +73,21 @@ def shared_tree(model: Model) -> torch.nn.Module:
     return other
 
 
+def of_a_file(model: Model) -> None:
+    """As torch.load(mmap=True) and safetensors leave it: no page of it has been read yet."""
+    with tempfile.NamedTemporaryFile() as file:
+        torch.arange(COUNT, dtype=torch.float32).numpy().tofile(file.name)
+        model.register_buffer("table", torch.from_file(file.name, shared=False, size=COUNT))
+
+
+def in_shared_memory(model: Model) -> torch.Tensor:
+    """As share_memory() leaves it; another process's map of the same."""
+    with tempfile.NamedTemporaryFile() as file:
+        torch.arange(COUNT, dtype=torch.float32).numpy().tofile(file.name)
+        model.two = torch.nn.Parameter(torch.from_file(file.name, shared=True, size=COUNT), requires_grad=False)
+        return torch.from_file(file.name, shared=True, size=COUNT)
+
+
 def replaced(model: Model) -> torch.Tensor:
     old = model.one
     model.one = torch.nn.Parameter(torch.full((COUNT,), 7.0), requires_grad=False)
@@ -114,6 +130,10 @@ CASES = {
     "parameters that loading replaces": Case(loaded=replaced),
     "an inference tensor": Case(inference),
     "an inference tensor, made while loading": Case(loaded=inference),
+    "a map of a file": Case(of_a_file),
+    "a map of a file, made while loading": Case(loaded=of_a_file),
+    "shared memory": Case(in_shared_memory),
+    "shared memory, made while loading": Case(loaded=in_shared_memory),
     "a transposed one": Case(hung("two", lambda m: torch.nn.Parameter(torch.zeros(256, 256).t(), requires_grad=False))),
 }
 REFUSED = {"a conjugate": Case(conjugate), "a conjugate, made while loading": Case(loaded=conjugate)}
@@ -129,6 +149,7 @@ def start(case: Case, keeper: Keeper | None = None, gives_up: bool = False) -> t
     if keeper is not None:
         try:
             keeper.loaded(model)
+            keeper.process(model, keeper.levels)
         except HandoffError:
             assert gives_up
         else:
@@ -184,17 +205,18 @@ def compare(model: Model, seen: list[Any], name: str) -> list[str]:
     return found
 
 
-def kept(pool: str, name: str) -> list[str]:
+def kept(pool: str, name: str, levels: dict[str, str]) -> list[str]:
     """What is otherwise in an engine whose state is kept: empty, if all is well."""
     paths = PoolPaths(pool)
-    keeper = Keeper("m", paths, {})
+    keeper = Keeper("m", paths, levels)
     try:
         model, seen = start(CASES[name], keeper)
+        state = keeper.finish(model, "final")
         for thread in threading.enumerate():
             if thread.name == "ballast-maps":
                 thread.join(10)
         found = [f"{line} is still writable" for line in mapped(paths)]
-        keeper.commit(keeper.finish(model, "final"), {}, "k")
+        keeper.commit(state, {}, "k")
         before = segments(paths)
         found += compare(model, seen, name)
         found += ["what was published has changed"] if segments(paths) != before else []
@@ -205,12 +227,12 @@ def kept(pool: str, name: str) -> list[str]:
     return found
 
 
-def given_up(pool: str, name: str, refused: bool) -> list[str]:
+def given_up(pool: str, name: str, levels: dict[str, str], refused: bool) -> list[str]:
     """The same where the state cannot be kept, as turns out once it is loaded. `refused`: the kernel has no private maps."""
     paths = PoolPaths(pool)
     if refused:
         maps.make_private = maps.private = no_map
-    keeper = Keeper("m", paths, {})
+    keeper = Keeper("m", paths, levels)
     try:
         model, seen = start({**CASES, **REFUSED}[name], keeper, gives_up=True)
     finally:

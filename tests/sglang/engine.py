@@ -8,11 +8,11 @@ here knows of Ballast, except `keys`, which asks the adapter, and `foreign`. A j
 
 A job may ask for more than tokens: `only: "load"` (no forward pass), `draft` (a second model beside the first), `update` and
 `tensors` (weights are replaced, then the prompts again), `ranks` (so many processes), `sabotage` (a function, as module:name,
-that raises when its work is done, or kills its process, `sabotage_with: "kill"`), `hidden_view`, `fails` (the start must end
-in an error, whose text is the result), `twisted` (post-processing leaves one tensor more), `then: "hang"` (answer and wait to
-be killed), `kernels` (stand-ins for what quantised weights need: kernels.py), `foreign` (so many bytes of the model are on a
-device and not of this process's own), `gpu` (over the emulated driver: device_side.py), `keys`, `accounting` (the modules of
-these names) and `fingerprint`.
+that raises when its work is done; with `sabotage_with` it kills its process, "kill", or is interrupted by Ctrl-C, "interrupt"),
+`hidden_view`, `fails` (the start must end in an error, whose text is the result), `twisted` (post-processing leaves one tensor
+more), `then: "hang"` (answer and wait to be killed), `kernels` (stand-ins for what quantised weights need: kernels.py),
+`foreign` (so many bytes of the model are on a device and not of this process's own), `gpu` (over the emulated driver:
+device_side.py), `keys`, `accounting` (the modules of these names) and `fingerprint`.
 """
 
 from __future__ import annotations
@@ -188,8 +188,8 @@ def run(job: dict[str, Any], rank: int, port: int) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def sabotaged(place: str | None, kill: bool) -> Iterator[None]:
-    """Has a function do its work and then raise, as a fault in it would, or kill the process."""
+def sabotaged(place: str | None, how: str | None) -> Iterator[None]:
+    """Has a function do its work and then raise, as a fault in it would, or `how`: kill the process, or be interrupted."""
     if place is None:
         yield
         return
@@ -202,9 +202,9 @@ def sabotaged(place: str | None, kill: bool) -> Iterator[None]:
 
     def broken(*args: Any, **kwargs: Any) -> Any:
         original(*args, **kwargs)
-        if kill:
+        if how == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
-        raise RuntimeError("sabotage")
+        raise KeyboardInterrupt if how == "interrupt" else RuntimeError("sabotage")
 
     setattr(owner, name, broken)
     yield
@@ -218,9 +218,9 @@ def child(job: dict[str, Any], folder: Path, rank: int, port: int) -> int:
     os.close(log)
     os.environ.update(job.get("env", {}))
     try:
-        with sabotaged(job.get("sabotage"), job.get("sabotage_with") == "kill"):
+        with sabotaged(job.get("sabotage"), job.get("sabotage_with")):
             result = run(job, rank, port)
-    except Exception as error:
+    except (Exception, KeyboardInterrupt) as error:
         traceback.print_exc()
         if not job.get("fails"):
             return 1

@@ -165,6 +165,18 @@ def test_faults_of_ours_leave_a_working_engine(
         assert line in log and "sabotage" in log, f"{place}: {log[-3000:]}"
 
 
+def test_a_start_that_is_interrupted_leaves_nothing(engines: Engines, served: tuple[Path, Sidecar, int]) -> None:
+    """Ctrl-C while it loads, in a process that goes on, as a notebook's does."""
+    model, sidecar, _ = served
+    engine = engines.start(
+        model, sidecar.paths.pool, args={"context_length": 80}, sabotage="engine_shim.state:Keeper.loaded",
+        sabotage_with="interrupt", fails=True, then="hang",
+    )  # fmt: skip
+    assert engine.result()["error"].startswith("KeyboardInterrupt")
+    assert [o.file for o in sidecar.paths.objects() if o.kind == "publication"] == []
+    engine.kill()
+
+
 def test_with_require_a_fault_of_ours_ends_the_start(
     engines: Engines, served: tuple[Path, Sidecar, int], disk: list[Any]
 ) -> None:

@@ -4,7 +4,8 @@
 
 Nothing here knows of Ballast. A job may ask for more: `embed` (a pooling model), `image` (one with each prompt), `reload`
 (vLLM's own weight reloading, then the prompts again), `lora` (an adapter's folder), `env` (set before it), `sabotage` (a
-function, as module:name, that raises during it), `fails` (the start must end in an error, whose text is the result),
+function, as module:name, that raises during it, or, `sabotage_with: "interrupt"`, is interrupted by Ctrl-C), `fails` (the
+start must end in an error, whose text is the result),
 `after` and `until` (files that it waits for before it starts, and before it ends). More jobs may follow, a line each, on stdin.
 Prints `JOB <model>` before each job and `RESULT {...}` after it; with `until` as soon as there is one.
 """
@@ -89,8 +90,8 @@ def _forget() -> None:
 
 
 @contextlib.contextmanager
-def sabotaged(place: str | None) -> Iterator[None]:
-    """Has a function do its work and then raise, as a fault in it would."""
+def sabotaged(place: str | None, interrupt: bool) -> Iterator[None]:
+    """Has a function do its work and then raise, as a fault in it would, or be interrupted."""
     if place is None:
         yield
         return
@@ -103,7 +104,7 @@ def sabotaged(place: str | None) -> Iterator[None]:
 
     def broken(*args: Any, **kwargs: Any) -> Any:
         original(*args, **kwargs)
-        raise RuntimeError("sabotage")
+        raise KeyboardInterrupt if interrupt else RuntimeError("sabotage")
 
     setattr(owner, name, broken)
     try:
@@ -117,10 +118,10 @@ def do(job: dict[str, Any]) -> None:
     print("JOB", job["model"], flush=True)
     before = dict(os.environ)
     os.environ.update(job.get("env", {}))
-    with sabotaged(job.get("sabotage")):
+    with sabotaged(job.get("sabotage"), job.get("sabotage_with") == "interrupt"):
         try:
             run(job)
-        except Exception as error:
+        except (Exception, KeyboardInterrupt) as error:
             if not job.get("fails"):
                 raise
             print("RESULT", json.dumps({"error": f"{type(error).__name__}: {error}"}), flush=True)

@@ -126,6 +126,17 @@ def test_a_fault_of_ours_leaves_a_working_engine(served: Served, place: str) -> 
     assert ATTACHED not in log
 
 
+def test_a_start_that_is_interrupted_leaves_nothing(served: Served) -> None:
+    """Ctrl-C while it loads, in a process that goes on, as a notebook's does."""
+    result, _ = served.start(
+        args={"max_model_len": 99}, sabotage="engine_shim.state:Keeper.loaded", sabotage_with="interrupt", fails=True
+    )
+    assert result["error"].startswith("KeyboardInterrupt")
+    assert [o.file for o in served.paths.objects() if o.kind == "publication"] == []
+    result, log = served.start()
+    assert result["tokens"] == served.disk and ATTACHED in log
+
+
 def test_with_require_a_fault_of_ours_ends_the_start(served: Served) -> None:
     require = {"BALLAST_MODE": "require"}
     result, log = served.start(env=require)
