@@ -39,11 +39,14 @@ help:
 demo: $(VENV)/.demo
 	@$(BIN)/ballast demo --cache .cache
 
+# Most tests wait for processes most of the time, so two go on at once.
+BESIDE := -n 2 --dist loadfile
+
 test: $(VENV)/.test
-	@$(BIN)/python -m pytest -m "not slow"
+	@$(BIN)/python -m pytest $(BESIDE) -m "not slow"
 
 test-slow: $(VENV)/.test
-	@$(BIN)/python -m pytest -m slow --ignore tests/containers
+	@$(BIN)/python -m pytest $(BESIDE) -m slow --ignore tests/containers
 
 test-containers: $(VENV)/.test
 	@$(BIN)/python -m pytest tests/containers

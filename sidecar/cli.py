@@ -33,7 +33,7 @@ LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 # What `ballast run` puts on the PYTHONPATH of the engine.
 SITE = Path(engine_shim.__file__).resolve().parent / "hooks" / "site"
 
-_PIPED_WIDTH = 200  # columns of a table that no terminal limits
+_PIPED_WIDTH = 100_000  # columns of a table that no terminal limits: whoever searches it finds whole notes
 
 app = typer.Typer(
     pretty_exceptions_enable=False,

@@ -135,7 +135,7 @@ def test_a_zombie(pool: Loading) -> None:
         assert not records(pool.paths) and free(pool)
 
 
-@pytest.mark.parametrize("pid", [1, os.getpid(), 4_194_304, 0, -1])
+@pytest.mark.parametrize("pid", [1, pytest.param(os.getpid(), id="own"), 4_194_304, 0, -1])
 @pytest.mark.parametrize("locked", [True, False])
 def test_a_number_means_nothing(pool: Loading, pid: int, locked: bool) -> None:
     """Of a process that lives, of this very one, of one that cannot be: the lock alone says whether somebody is there."""

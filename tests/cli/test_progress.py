@@ -13,7 +13,8 @@ from sidecar import progress
 def test_a_line_every_few_seconds(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     now = 100.0
     monkeypatch.setattr(progress.time, "monotonic", lambda: now)
-    monkeypatch.setattr(progress.log, "propagate", True)
+    monkeypatch.setattr(progress.log, "handlers", [caplog.handler])  # whatever the tests before have left there
+    monkeypatch.setattr(progress.log, "propagate", False)
     lines = progress.Lines()
     with caplog.at_level(logging.INFO, "ballast"):
         for step in range(120):  # a minute, twice a second, 1 MiB each
