@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import mmap
 import os
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -166,3 +169,25 @@ def test_where_the_kernel_does_not_tell_all_is_in_memory(path: Path, monkeypatch
 def test_no_address_space(path: Path) -> None:
     with Engine() as engine:
         assert "ulimit -v" in engine(hammer.limited_map, str(path), SIZE)
+
+
+def test_where_memory_of_its_own_is(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = mmap.mmap(-1, 4 * SIZE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    own.madvise(mmap.MADV_DONTFORK, SIZE, SIZE)  # the kernel keeps a part with another advice apart
+    shared = mmap.mmap(-1, SIZE)
+    of_a_file = opened(path)
+
+    def lies_in_it(buffer: Any, nbytes: int) -> bool:
+        place = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+        return any(start <= place and place + nbytes <= end for start, end in maps.own_memory())
+
+    assert lies_in_it(own, 4 * SIZE)
+    assert not lies_in_it(shared, SIZE) and not lies_in_it(of_a_file, SIZE)
+    found = maps.own_memory()
+    assert found == sorted(found) and all(end < start for (_, end), (start, _) in pairwise(found))
+
+    def no_proc(*_: Any, **__: Any) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(maps, "open", no_proc, raising=False)
+    assert maps.own_memory() == []
