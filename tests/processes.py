@@ -28,8 +28,9 @@ def die_with_parent() -> None:
 
 
 def environment(pool: str | None = None, **more: str) -> dict[str, str]:
-    """This process's environment without any BALLAST_ setting, with the project importable, and with what is given."""
-    environ = {key: value for key, value in os.environ.items() if not key.startswith("BALLAST_")}
+    """This process's environment without any BALLAST_ setting and the width of a screen, which pytest's workers set; with the
+    project importable, and with what is given."""
+    environ = {key: value for key, value in os.environ.items() if not key.startswith("BALLAST_") and key != "COLUMNS"}
     environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), environ.get("PYTHONPATH"))))
     if pool is not None:
         environ["BALLAST_POOL"] = pool
