@@ -62,7 +62,7 @@ def view(buffer: maps.Buffer, row: Tensor, derived: bool = False) -> torch.Tenso
     """
     dtype, shape = layout(row)
     if not row.nbytes:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     if row.dtype == "BOOL":  # by way of bytes, since a byte that is neither 0 nor 1 must come through as it is
         flat = torch.frombuffer(buffer, dtype=torch.uint8, count=row.nbytes, offset=row.offset).view(torch.bool)
     else:
@@ -100,7 +100,7 @@ class Segments:
     def flat(self, row: Tensor) -> torch.Tensor:
         """A row's bytes."""
         if not row.nbytes:
-            return torch.empty(0, dtype=torch.uint8)
+            return torch.empty(0, dtype=torch.uint8, device="cpu")
         return torch.frombuffer(self[row.segment], dtype=torch.uint8, count=row.nbytes, offset=row.offset)
 
     def view(self, row: Tensor, derived: bool = False) -> torch.Tensor:
@@ -145,7 +145,8 @@ def upload(
     if into is not None:
         target.set_(into)
     pinned = device.type == "cuda"
-    buffers = [torch.empty(min(flat.numel(), _STAGE), dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
+    size = min(flat.numel(), _STAGE)
+    buffers = [torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned) for _ in range(2)]
     new_event: Callable[..., torch.cuda.Event] = torch.cuda.Event
     sent: list[Optional[torch.cuda.Event]] = [None, None]
     for turn, start in enumerate(range(0, flat.numel(), _STAGE)):

@@ -7,6 +7,9 @@ here behaves like safetensors because it is safetensors.
 What is served behaves like safetensors 0.8 with torch. Its default backend makes a private map for each open file: two
 reads of one tensor show the same memory, two open files never do, and a tensor outlives the closing of its file.
 `Shard.tensor` gives just that: a private map for each shard handed out, and a view with its own storage for each call.
+
+Where the original follows torch's default device so does what is served: slices through maps, and with backend "pread" the
+tensors without elements. Nothing else does.
 """
 
 from __future__ import annotations
@@ -104,19 +107,24 @@ class safe_open(metaclass=StandIn):
     _path: str
     _stamp: Any  # of the file when it was opened
     _reopen: Callable[[], Any]
-    _file: Any  # the original, once it was needed
+    _file: Any  # the original, once it was needed; from the start if it may be: the path may mean another file by then
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         request = _understand(args, kwargs, cls.by_handle)
         stamp = _stamp(request.path) if request is not None else None
-        shard = _shard_for(request.path) if request is not None else None
+        shard = _shard_for(request.path) if request is not None and stamp is not None else None
         if request is None or shard is None:
             return cls.original(*args, **kwargs)
+        reopen = functools.partial(cls.original, *args, **kwargs)
+        file = None
+        if request.copying or any(_is_packed(row.dtype) for row in shard.tensors.values()):
+            file = reopen()
+            if _stamp(request.path) != stamp:  # no longer the file that the shard was found for
+                return file
         self = object.__new__(cls)
         self._path, self._device, self._copying = request
         self._shard, self._stamp = shard, stamp
-        self._reopen = functools.partial(cls.original, *args, **kwargs)
-        self._file = None
+        self._reopen, self._file = reopen, file
         return self
 
     def keys(self) -> list[str]:
@@ -182,15 +190,16 @@ class safe_open(metaclass=StandIn):
         return _view(self._open(), row.name)
 
     def _original(self) -> Any:
-        """The file as safetensors opens it, in the state that this one is in."""
-        if self._file is None:
-            file = self._reopen()
-            if _stamp(self._path) != self._stamp:  # tensors of another version must not be mixed in
-                raise _error(f"{self._path} has changed since it was opened")
-            if self._shard is None:
-                file.__exit__(None, None, None)
-            self._file = file
-        return self._file
+        """The file as safetensors opens it, in the state that this one is in. Raises SafetensorError if it has changed, since
+        tensors of another version must not be mixed in."""
+        file = self._reopen() if self._file is None else self._file
+        now = _stamp(self._path)
+        if _rewritten(self._stamp, now) or (self._file is None and now != self._stamp):
+            raise _error(f"{self._path} has changed since it was opened")
+        if self._file is None and self._shard is None:
+            file.__exit__(None, None, None)
+        self._file = file
+        return file
 
     def __getattr__(self, name: str) -> Any:
         # What a later safetensors can do and this file has not heard of.
@@ -231,7 +240,7 @@ class PySafeSlice(metaclass=ExtensionType):
         if view is None:
             tensor: torch.Tensor = self._file._original().get_slice(self._row.name)[index]
             return tensor
-        part = view[index]
+        part = (view if _makes_on_cpu() else _made_anew(view, None))[index]
         return part if self._file._device == "cpu" else part.to(self._file._device)
 
     def __dir__(self) -> Iterable[str]:
@@ -310,6 +319,11 @@ def _stamp(path: str) -> Any:
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
+def _rewritten(before: Any, now: Any) -> bool:
+    """Whether a path that still means the same file means other bytes; one that means another file tells nothing."""
+    return now is not None and now[:2] == before[:2] and now[2:4] != before[2:4]
+
+
 def _is_packed(dtype: str) -> bool:
     return dtype[:2] in ("F4", "F6")
 
@@ -332,7 +346,7 @@ def _delivered(view: torch.Tensor, device: Union[str, int], copying: bool) -> to
         return pinned.to(device)
     if copying:
         if view.numel() == 0:
-            copy = torch.zeros(view.shape, dtype=view.dtype)
+            copy = torch.zeros(view.shape, dtype=view.dtype, device=None)  # the default device's
         else:
             buffer = bytearray(view.untyped_storage().nbytes())
             torch.frombuffer(buffer, dtype=torch.uint8).copy_(_bytes(view))
@@ -340,14 +354,29 @@ def _delivered(view: torch.Tensor, device: Union[str, int], copying: bool) -> to
         return copy if device == "cpu" else copy.to(device)
     if device == "cpu":
         return view
+    return _made_anew(view, device)
+
+
+def _made_anew(view: torch.Tensor, device: Union[str, int, None]) -> torch.Tensor:
+    """The tensor out of its storage, on a device, or with None on torch's default device; copied only if it is not there."""
+    import torch
+
     return torch.asarray(view.untyped_storage(), dtype=torch.uint8, device=device).view(view.dtype).reshape(view.shape)
+
+
+def _makes_on_cpu() -> bool:
+    """Whether torch's default device is the CPU, as far as this torch tells."""
+    import torch
+
+    default = getattr(torch, "get_default_device", None)
+    return default is not None and default().type == "cpu"
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The whole storage of a tensor, byte by byte; nothing is copied."""
     import torch
 
-    return torch.asarray(tensor.untyped_storage(), dtype=torch.uint8)
+    return torch.asarray(tensor.untyped_storage(), dtype=torch.uint8, device=tensor.device)
 
 
 def _error(text: str) -> Exception:

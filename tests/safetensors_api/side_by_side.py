@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import mmap
 import os
 import struct
 from collections.abc import Callable
@@ -13,6 +12,7 @@ import safetensors
 import torch
 
 from engine_shim import mapping
+from engine_shim.handoff import maps
 from engine_shim.handoff.manifest import Tensor
 from engine_shim.safe_open import stand_in
 
@@ -25,7 +25,7 @@ class FileShard:
             (length,) = struct.unpack("<Q", file.read(8))
             header: dict[str, Any] = json.loads(file.read(length))
             size = os.fstat(file.fileno()).st_size
-            self._map = mmap.mmap(file.fileno(), size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
+            self._map = maps.private(file.fileno(), size)
         self.metadata: dict[str, str] | None = header.pop("__metadata__", None)
         self.tensors = {}
         for name, row in header.items():
@@ -93,7 +93,7 @@ def seen(value: Any) -> Any:
         tuple(value.shape),
         value.stride(),
         int(value.storage_offset()),
-        bytes(storage.tolist()),
+        bytes(storage.nbytes() if value.is_meta else storage.tolist()),
         value.device,
         (value.requires_grad, value.is_leaf, value.is_contiguous(), storage.is_shared(), value.is_pinned()),
         (type(value), value.grad, value.layout, value.is_conj(), value.is_neg()),

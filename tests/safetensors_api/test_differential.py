@@ -7,9 +7,11 @@ import inspect
 import io
 import os
 import pickle
+import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -22,13 +24,17 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.checkpoints import TORCH_DTYPES, Checkpoint, checkpoints, entry, indices, one_of_each, write
+from tests.checkpoints import DTYPES, TORCH_DTYPES, Checkpoint, checkpoints, entry, indices, one_of_each, write
 from tests.safetensors_api.side_by_side import SAFE_OPEN, SAFE_OPEN_HANDLE, Failure, Pair, Pool, outcome, seen
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using a non-tuple sequence")
 drawn = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 
+PLAIN_DTYPES = tuple(dtype for dtype in DTYPES if dtype[:2] not in ("F4", "F6"))  # of which none lie several in a byte
 BACKENDS = ("mmap", "pread")
+INDICES: tuple[Any, ...] = (
+    0, slice(1, None), ..., (slice(None), 0), (..., slice(0, 2)), None, [0, 1], slice(None, None, 2)
+)  # fmt: skip
 DEVICES = ("cpu", None, "cuda", "cuda:1", 0, True, "mps", "mps:0", "xpu", "xpu:1", "npu", "xla", "mlu", "musa", "hpu")
 
 
@@ -71,6 +77,30 @@ def files_of(pair: Pair, checkpoint: Checkpoint) -> None:
         same(pair, lambda file: [name for name in file.get_tensors() if checkpoint.tensors[name][2]])
 
 
+def slices_of(pair: Pair, checkpoint: Checkpoint) -> None:
+    for name in checkpoint.tensors:
+        for index in INDICES:
+            same(pair, part_of, name, index)
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+# What a program may have told torch of tensors for which it says nothing.
+DEFAULTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "as torch comes": nullcontext,
+    "a device": lambda: torch.device("meta"),
+    "a type": lambda: default_dtype(torch.bfloat16),
+}
+
+
 @pytest.fixture
 def path(tmp_path: Path) -> str:
     path = str(tmp_path / "model.safetensors")
@@ -104,18 +134,46 @@ def test_any_slice(pool: Pool, tmp_path: Path, backend: str, checkpoint: Checkpo
 def test_every_element_type_on_every_device(pool: Pool, path: str, device: Any, backend: str) -> None:
     pair = opened(path, "pt", device, backend=backend)
     files_of(pair, one_of_each())
-    for name in one_of_each().tensors:
-        for index in (0, slice(1, None), ..., (slice(None), 0), (..., slice(0, 2)), None, [0, 1], slice(None, None, 2)):
+    slices_of(pair, one_of_each())
+
+
+@pytest.mark.parametrize("defaults", list(DEFAULTS)[1:])
+@pytest.mark.parametrize("device", ["cpu", "cuda:1", 0, "xpu"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_element_type_with_other_defaults(pool: Pool, path: str, backend: str, device: Any, defaults: str) -> None:
+    before = opened(path, "pt", device, backend=backend)
+    with DEFAULTS[defaults]():
+        for pair in (before, opened(path, "pt", device, backend=backend)):
+            files_of(pair, one_of_each())
+            slices_of(pair, one_of_each())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@given(checkpoint=checkpoints(), index=indices)
+@drawn
+def test_any_file_and_slice_with_another_default_device(
+    pool: Pool, tmp_path: Path, backend: str, checkpoint: Checkpoint, index: Any
+) -> None:
+    checkpoint.write(tmp_path / "any.safetensors")
+    with torch.device("meta"):
+        pair = opened(tmp_path / "any.safetensors", backend=backend)
+        files_of(pair, checkpoint)
+        for name in checkpoint.tensors:
             same(pair, part_of, name, index)
 
 
-def test_the_way_to_a_gpu(pool: Pool, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("defaults", DEFAULTS)
+def test_the_way_to_a_gpu(pool: Pool, path: str, monkeypatch: pytest.MonkeyPatch, defaults: str) -> None:
     """By way of pinned memory, which needs a driver; without one, see that the bytes that would go there are right."""
     empty = torch.empty
+    with torch.device("meta"):
+        empty(0)  # torch remembers at the first call which functions follow the default device
 
     def unpinned(*args: Any, pin_memory: bool, **kwargs: Any) -> torch.Tensor:
         assert pin_memory
-        return empty(*args, **kwargs)
+        made = empty(*args, **kwargs)
+        made.untyped_storage().fill_(0xA5)
+        return made
 
     class Sent(Exception):
         pass
@@ -130,20 +188,26 @@ def test_the_way_to_a_gpu(pool: Pool, path: str, monkeypatch: pytest.MonkeyPatch
     for backend in BACKENDS:
         pair = opened(path, "pt", "cuda:1", backend=backend)
         for name in one_of_each(TORCH_DTYPES).tensors:
-            with pytest.raises(Sent) as caught:
+            with DEFAULTS[defaults](), pytest.raises(Sent) as caught:
                 pair.ours.get_tensor(name)
             assert caught.value.args[0] == seen(here.get_tensor(name))
-            assert same(pair, lambda file, name: file.get_tensor(name), name).type is Sent
+            with DEFAULTS[defaults]():
+                assert same(pair, lambda file, name: file.get_tensor(name), name).type is Sent
 
 
 def test_every_plain_type_is_served_from_memory(pool: Pool, path: str) -> None:
+    one_of_each(PLAIN_DTYPES).write(path)
     file = opened(path).ours
     os.unlink(path)
     for name in file.offset_keys():
-        if not name.startswith(("F4", "F6")):
-            file.get_tensor(name), file.get_slice(name)[...]
-    assert file.get_tensor("F4.2x3x4").shape == (2, 3, 2)
+        file.get_tensor(name), file.get_slice(name)[...]
     assert file._file is None
+
+
+def test_packed_pairs_are_served_from_memory(pool: Pool, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = opened(path).ours
+    monkeypatch.setattr(SAFE_OPEN.ours, "_original", None)
+    assert file.get_tensor("F4.2x3x4").shape == (2, 3, 2)
 
 
 def test_indexing_with_tensors(pool: Pool, tmp_path: Path) -> None:
@@ -508,18 +572,104 @@ def test_a_tensor_that_memory_cannot_give_comes_from_the_file(
     same(pair, lambda file: file.get_slice("F32.4")[1:])
 
 
-def test_nothing_of_another_version_of_the_file_is_mixed_in(pool: Pool, path: str) -> None:
-    pair = opened(path, backend="pread")
-    file = pair.ours
-    one_of_each(TORCH_DTYPES).write(path + ".new")
+def replace(path: str) -> None:
+    """Another file, of the same size and with the same names, in the place of this one."""
+    names = {name: (dtype, shape, data[::-1]) for name, (dtype, shape, data) in one_of_each().tensors.items()}
+    Checkpoint(names, one_of_each().metadata, one_of_each().order, header_padding=3).write(path + ".new")
     os.replace(path + ".new", path)
-    same(pair, lambda file: file.get_tensor("F32.4"))
+
+
+GONE: dict[str, Callable[[str], None]] = {
+    "deleted": os.unlink,
+    "renamed": lambda path: os.rename(path, path + ".old"),
+    "replaced": replace,
+    "elsewhere": lambda path: os.chdir("/"),
+    "another there": lambda path: (replace(path), os.chdir("/"))[1],
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("gone", GONE)
+def test_an_open_file_is_the_same_whatever_becomes_of_its_path(
+    pool: Pool, path: str, monkeypatch: pytest.MonkeyPatch, backend: str, gone: str
+) -> None:
+    monkeypatch.chdir(Path(path).parent)
+    pair = opened(Path(path).name, backend=backend)
+    with opened(path).original as file:
+        truth = seen(file.get_tensor("F32.4"))
+    GONE[gone](path)
+    files_of(pair, one_of_each())
+    slices_of(pair, one_of_each())
+    assert same(pair, part_of, "F32.4", ...).storage == truth.storage
+    for file in pair:
+        file.__exit__(None, None, None)
+    same(pair, lambda file: file.get_slice("F32.4"))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_no_more_descriptors_than_the_original_has(pool: Pool, path: str, backend: str) -> None:
+    def descriptors(side: Any) -> list[int]:
+        before = len(os.listdir("/proc/self/fd"))
+        files = [side(path, "pt", backend=backend) for _ in range(9)]
+        counts = [len(os.listdir("/proc/self/fd")) - before]
+        for file in files[:4]:
+            with file:
+                outcome(part_of, file, "F32.4", ...), outcome(part_of, file, "F6_E2M3.4", ...)
+        counts.append(len(os.listdir("/proc/self/fd")) - before)
+        del file, files
+        return [*counts, len(os.listdir("/proc/self/fd")) - before]
+
+    assert same(SAFE_OPEN, descriptors) == ([9, 5, 0] if backend == "pread" else [0, 0, 0])
+
+
+def test_no_descriptor_is_left(pool: Pool, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What only the original can serve is the original's from the start, and so is its failure to open the file."""
+
+    def full(*args: Any, **kwargs: Any) -> Any:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(SAFE_OPEN.ours, "original", staticmethod(full))
+    with pytest.raises(OSError, match="Too many"):
+        SAFE_OPEN.ours(path, "pt", backend="pread")
+
+
+def test_a_file_replaced_while_it_is_opened(pool: Pool, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    shard_for = pool.shard_for
+
+    def then_replaced(path: str) -> Any:
+        try:
+            return shard_for(path)
+        finally:
+            replace(path)
+
+    monkeypatch.setattr(sys.modules["engine_shim.ladder"], "shard_for", then_replaced)
+    assert type(SAFE_OPEN.ours(path, "pt", backend="pread")) is safetensors.safe_open
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_nothing_of_another_version_of_the_file_is_mixed_in(pool: Pool, path: str, backend: str) -> None:
+    file = opened(path, backend=backend).ours
+    with open(path, "r+b") as writer:
+        writer.seek(-1, os.SEEK_END)
+        writer.write(b"x")
+    os.utime(path, ns=(1, 1))
     with pytest.raises(safetensors.SafetensorError, match="has changed since it was opened"):
-        file.get_slice("F32.4")
+        file.get_slice("F4.4")
 
 
-def test_what_a_later_safetensors_can_do_more(pool: Pool, path: str) -> None:
+def test_a_path_is_opened_again_only_for_the_same_file(pool: Pool, path: str) -> None:
+    one_of_each(PLAIN_DTYPES).write(path)
+    file = opened(path).ours
+    replace(path)
+    with pytest.raises(safetensors.SafetensorError, match="has changed since it was opened"):
+        file.get_tensor(3)
+
+
+@pytest.mark.parametrize("dtypes", [DTYPES, PLAIN_DTYPES], ids=["packed", "plain"])
+def test_what_a_later_safetensors_can_do_more(pool: Pool, path: str, dtypes: Any) -> None:
     from engine_shim.safe_open import stand_in
+
+    one_of_each(dtypes).write(path)
 
     class Later:
         def __init__(self, *args: Any) -> None:
