@@ -13,7 +13,7 @@ from typing import Any, Mapping, Optional, Union
 import torch
 
 from engine_shim import device as devices
-from engine_shim import ladder, modules, onboard
+from engine_shim import ladder, modules, onboard, state
 from engine_shim.handoff import catalog, identity
 from engine_shim.handoff.catalog import Catalog, Generation
 from engine_shim.handoff.errors import Mismatch, NotFound, NotReady
@@ -160,11 +160,13 @@ def attach(
     """Binds a model's weights into `module`, zero-copy, and returns it. The module may be built on `meta` or normally.
 
     Where the pool holds state that was published for this module's class, this torch and this `key`, that is used;
-    otherwise the checkpoint's tensors by name. Everything is checked before anything is touched: raises Mismatch, with the
-    first difference, and leaves the module as it was. With a `device`, on that GPU, as with `open`.
+    otherwise the checkpoint's tensors by name, with the result of `load_state_dict`. Everything is checked before anything is
+    touched: raises Mismatch, with the first difference, and leaves the module as it was, also where something outside the
+    module looks at its bytes. With a `device`, on that GPU, as with `open`.
     """
     where = None if device is None else devices.gpu(device)
     published = _published(module, name, pool, key, where)
+    _check_own(module)
     if published is not None:
         contents, segments = published
         modules.restore(module, contents, segments)
@@ -172,6 +174,14 @@ def attach(
         model = open(name, pool=pool, wait=wait, checkpoint=checkpoint, device=device)
         modules.bind(module, model.tensors, model.name)
     return module if where is None else module.to(devices.torch_device(where.ordinal))  # what was not bound follows
+
+
+def _check_own(module: torch.nn.Module) -> None:
+    modules.check_made(module)
+    try:
+        state.check_seen_nowhere_else(module)
+    except Mismatch as error:
+        raise Mismatch(f"{error}: let go of views of its tensors before attaching, or load it in the ordinary way") from None
 
 
 def _published(

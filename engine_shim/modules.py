@@ -10,12 +10,16 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
+import enum
 import hashlib
 import json
+import numbers
 from dataclasses import dataclass
 from typing import AbstractSet, Any, Callable, Iterator, Mapping, Optional
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from engine_shim.handoff.dtypes import BITS
 from engine_shim.handoff.errors import Damaged, Mismatch
@@ -31,8 +35,31 @@ PART = "part"  # a tensor within a wrapper; its name is the wrapper's with its o
 
 
 def module_key(module: torch.nn.Module, key: Optional[Mapping[str, Any]]) -> dict[str, Any]:
-    """What a module's state depends on: its class, its torch, and whatever the caller adds. Must be JSON."""
-    return {"module": qualified(type(root(module))), "torch": torch.__version__, "key": dict(key or {})}
+    """What a module's state depends on: its class, its torch, and whatever the caller adds, which must be JSON: else raises
+    Mismatch."""
+    more = dict(key) if isinstance(key, Mapping) else key or {}
+    _check_json(more)
+    return {"module": qualified(type(root(module))), "torch": torch.__version__, "key": more}
+
+
+def _check_json(value: Any, depth: int = 0) -> None:
+    inner: list[Any] = []
+    fits = value is None or isinstance(value, bool) or (isinstance(value, float) and value - value == 0)
+    if isinstance(value, int):
+        fits = -1 << 63 <= value < 1 << 63
+    elif isinstance(value, str):
+        fits = not any(0xD800 <= ord(letter) < 0xE000 for letter in value)
+    elif isinstance(value, dict):
+        fits, inner = all(isinstance(name, str) for name in value), [*value.keys(), *value.values()]
+    elif isinstance(value, (list, tuple)):
+        fits, inner = True, list(value)
+    if not fits or depth > 100:
+        raise Mismatch(
+            f"the key has a {qualified(type(value))}, {value!r:.100}, that JSON cannot tell: make it of dictionaries with "
+            "texts as their keys, lists, texts and numbers"
+        )
+    for item in inner:
+        _check_json(item, depth + 1)
 
 
 def key_digest(key: Mapping[str, Any]) -> str:
@@ -120,17 +147,28 @@ def _spread(slot: Slot) -> Iterator[Slot]:
 
 
 def _parts(slot: Slot) -> list[Slot]:
-    """By torch's protocol of traceable wrapper subclasses: `__tensor_flatten__` names the tensors inside."""
+    """By torch's protocol of traceable wrapper subclasses: `__tensor_flatten__` names the tensors inside.
+
+    Raises Mismatch if it names anything else.
+    """
     flatten = getattr(slot.tensor, "__tensor_flatten__", None)
-    names = flatten()[0] if flatten is not None else ()
-    return [Slot(slot.owner, slot.path, f"{slot.name}:{n}", PART, False, getattr(slot.tensor, n)) for n in names]
+    if flatten is None:
+        return []
+    parts = [Slot(slot.owner, slot.path, f"{slot.name}:{n}", PART, False, getattr(slot.tensor, n)) for n in flatten()[0]]
+    for part in parts:
+        if not isinstance(part.tensor, torch.Tensor):  # a DTensor's mesh of devices
+            raise Mismatch(
+                f"{slot.label} is a {qualified(type(slot.tensor))}, which is made of more than tensors: use a module that "
+                "holds this process's own part of it, such as to_local() gives"
+            )
+    return parts
 
 
 def wrappers(module: torch.nn.Module, wanted: Callable[[str], bool] = lambda path: True) -> list[list[Any]]:
     """One row for each wrapper at any depth: path, name, kind, whether persistent, class, whether it requires a gradient,
     element type, shape, strides, context as text, and path and name of the first slot that holds the same object.
 
-    Raises Mismatch if a wrapper's context is more than values.
+    Raises Mismatch if a wrapper's context is more than values that its text tells in full, or its shape is not of numbers.
     """
     rows: list[list[Any]] = []
     first: dict[int, list[str]] = {}
@@ -140,13 +178,16 @@ def wrappers(module: torch.nn.Module, wanted: Callable[[str], bool] = lambda pat
         if not parts:
             return
         tensor = slot.tensor
-        context = repr(tensor.__tensor_flatten__()[1])  # type: ignore[attr-defined]
-        if " at 0x" in context:
-            raise Mismatch(f"{slot.label} is a {qualified(type(tensor))} of more than values, which cannot be published")
+        context = tensor.__tensor_flatten__()[1]  # type: ignore[attr-defined]
+        if tensor.is_nested or not _told_in_full(context):
+            raise Mismatch(
+                f"{slot.label} is a {qualified(type(tensor))} of more than tensors and plain values, which cannot be "
+                "published: publish the module without it, and load it in the ordinary way"
+            )
         rows.append(
             [
                 slot.path, slot.name, slot.kind, slot.persistent, qualified(type(tensor)), tensor.requires_grad,
-                str(tensor.dtype), list(tensor.shape), list(tensor.stride()), context,
+                str(tensor.dtype), list(tensor.shape), list(tensor.stride()), repr(context),
                 first.setdefault(id(tensor), [slot.path, slot.name]),
             ]
         )  # fmt: skip
@@ -157,6 +198,31 @@ def wrappers(module: torch.nn.Module, wanted: Callable[[str], bool] = lambda pat
         if wanted(slot.path):
             tell(slot)
     return sorted(rows)
+
+
+def _told_in_full(value: Any, above: tuple[int, ...] = ()) -> bool:
+    """Whether equal texts mean equal values: `repr` shortens tensors and arrays, and tells only where some objects are."""
+    if isinstance(value, (str, bytes, type, enum.Enum)):
+        return True
+    if id(value) in above or (hasattr(type(value), "__array__") and not isinstance(value, numbers.Number)):
+        return False
+    inner: list[Any] = []
+    if isinstance(value, Mapping):
+        inner = [*value.keys(), *value.values()]
+    elif isinstance(value, (tuple, list, set, frozenset)):
+        inner = list(value)
+    else:
+        text = repr(value)
+        if "..." in text or " at 0x" in text:
+            return False
+        if dataclasses.is_dataclass(value):
+            fields = dataclasses.fields(value)
+            if not all(field.repr for field in fields):
+                return False
+            inner = [getattr(value, field.name) for field in fields]
+        elif hasattr(value, "__dict__"):
+            inner = list(vars(value).values())
+    return all(_told_in_full(item, (*above, id(value))) for item in inner)
 
 
 def root(module: torch.nn.Module) -> torch.nn.Module:
@@ -173,7 +239,12 @@ def told(value: Any) -> Any:
 
 def tensor_attributes(tensor: torch.Tensor) -> dict[str, Any]:
     """What an engine has hung on a tensor, such as `weight_loader` or `output_dim`."""
-    return {name: told(value) for name, value in sorted(vars(tensor).items())}
+    return _told_attributes(vars(tensor))
+
+
+def _told_attributes(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """Without torch.compile's marks, which are nobody's state."""
+    return {name: told(value) for name, value in sorted(attributes.items()) if not name.startswith("_dynamo_")}
 
 
 def module_attributes(module: torch.nn.Module) -> dict[tuple[str, str], Any]:
@@ -200,6 +271,7 @@ def capture(module: torch.nn.Module, wanted: Callable[[str], bool] = lambda path
     index_of: dict[tuple[str, int], int] = {}
     objects: dict[int, int] = {}
     rows: list[list[Any]] = []
+    spans: set[tuple[str, int, int, str]] = set()
     for slot in slots(root(module)):
         if not wanted(slot.path):
             continue
@@ -209,6 +281,7 @@ def capture(module: torch.nn.Module, wanted: Callable[[str], bool] = lambda path
         if place not in index_of:
             index_of[place] = len(storages)
             storages.append(TensorStorage(untyped))
+        spans.add((*place, place[1] + untyped.nbytes(), slot.label))
         rows.append(
             [
                 slot.path, slot.name, slot.kind, slot.persistent, qualified(type(slot.tensor)), slot.tensor.requires_grad,
@@ -216,6 +289,11 @@ def capture(module: torch.nn.Module, wanted: Callable[[str], bool] = lambda path
                 objects.setdefault(id(slot.tensor), len(rows)), tensor_attributes(slot.tensor),
             ]
         )  # fmt: skip
+    for one, other in zip(ordered := sorted(spans), ordered[1:]):
+        if one[0] == other[0] and other[1] < one[2] and one[1:3] != other[1:3]:
+            raise Mismatch(
+                f"{one[3]} and {other[3]} look at the same memory, each as at memory of its own: make one a view of the other"
+            )
     state: dict[str, Any] = {"slots": rows}
     wrapped = wrappers(module, wanted)
     if wrapped:
@@ -225,6 +303,7 @@ def capture(module: torch.nn.Module, wanted: Callable[[str], bool] = lambda path
 
 def _plain(slot: Slot) -> torch.Tensor:
     """The tensor without its Parameter class. Raises Mismatch if it is more than bytes in one storage."""
+    _check_made(slot)
     plain = slot.tensor.detach().data if slot.kind == PARAMETER else slot.tensor.detach()
     if plain.device.type == "meta":
         raise Mismatch(f"{slot.label} is on the meta device: load the module before publishing it")
@@ -239,6 +318,20 @@ def _plain(slot: Slot) -> torch.Tensor:
     except (RuntimeError, NotImplementedError):
         raise Mismatch(f"{slot.label} is a {qualified(type(slot.tensor))} without bytes of its own") from None
     return plain
+
+
+def _check_made(slot: Slot) -> None:
+    if is_lazy(slot.tensor):
+        raise Mismatch(f"{slot.label} has no shape yet: run the module once, or build it with its sizes")
+    if slot.tensor.is_nested:
+        raise Mismatch(f"{slot.label} is a nested tensor, which is not bytes: keep its values and its offsets instead")
+
+
+def check_made(module: torch.nn.Module) -> None:
+    """Raises Mismatch if a tensor has no shape yet, as those of lazy modules."""
+    for slot in _held(root(module)):
+        if is_lazy(slot.tensor):
+            _check_made(slot)
 
 
 def describe(module: torch.nn.Module) -> list[list[Any]]:
@@ -289,6 +382,16 @@ class SlotRow:
     def label(self) -> str:
         return f"{self.path}.{self.name}" if self.path else self.name
 
+    def is_(self, other: SlotRow) -> bool:
+        """Whether both can be the same tensor object."""
+        return (
+            self.cls, self.requires_grad, self.storage, self.dtype, self.offset, self.shape, self.strides, self.same,
+            self.attributes,
+        ) == (
+            other.cls, other.requires_grad, other.storage, other.dtype, other.offset, other.shape, other.strides, other.same,
+            other.attributes,
+        )  # fmt: skip
+
 
 def slot_rows(contents: Manifest) -> list[SlotRow]:
     """The slots of an engine's state. Raises Damaged unless each lies within its storage."""
@@ -307,6 +410,8 @@ def slot_rows(contents: Manifest) -> list[SlotRow]:
                 raise ValueError("a name")
             if not all(type(flag) is bool for flag in (row.persistent, row.requires_grad)):
                 raise ValueError(f"a flag of {row.name!r}")
+            if row.same < len(found) and not row.is_(found[row.same]):
+                raise ValueError(f"the identity of {row.name!r}")
             if len(row.shape) != len(row.strides) or row.same > len(found) or not isinstance(attributes, dict):
                 raise ValueError(f"the shape or identity of {row.name!r}")
             last = sum((extent - 1) * stride for extent, stride in zip(row.shape, row.strides))
@@ -408,33 +513,41 @@ def restore(
     if len(devices) > 1:
         raise Mismatch(f"the module is spread over {len(devices)} devices; load it in the ordinary way")
     device = devices.pop() if devices else None
+    attributes = [
+        _attributes(slot.tensor if slot else None, row, owners[row.path], row.path in processed)
+        for row, slot in zip(rows, (here.get((row.path, row.name)) for row in rows))
+    ]
     own = own_storages(contents, rows, here) if overwrite and device is not None and device.type != "cpu" else None
     made = views(contents, segments, rows, device, own)
-    bound: dict[int, torch.Tensor] = {}
-    for index, (row, tensor) in enumerate(zip(rows, made)):
+    values: list[torch.Tensor] = []
+    for index, (row, data) in enumerate(zip(rows, made)):
         slot = here.get((row.path, row.name))
-        if row.same < index:
-            value: torch.Tensor = bound[row.same]
-        else:
-            value = _bound(slot.tensor if slot else None, tensor, row, owners[row.path])
-            if row.path in processed:  # post-processing drops what only loading needs
-                for name in set(vars(value)) - set(row.attributes):
-                    del vars(value)[name]
-            for name, attribute in row.attributes.items():
-                if not isinstance(attribute, dict) and vars(value).get(name, _MISSING) != attribute:
-                    vars(value)[name] = attribute
-        bound[index] = value
+        old = slot.tensor if slot else None
+        values.append(values[row.same] if row.same < index else _value(old, data, row.cls, row.requires_grad))
+    wrapped = _rewrapped(module, {(row.path, row.name): value for row, value in zip(rows, values) if row.kind == PART})
+    taken = {id(value) for value in values}
+    for index, (row, data, value) in enumerate(zip(rows, made, values)):
+        slot = here.get((row.path, row.name))
+        if slot is not None and id(slot.tensor) not in taken and _value(slot.tensor, data, row.cls, False) is slot.tensor:
+            slot.tensor.data = data  # whoever holds what a tie has replaced
+        if row.same == index:
+            if slot is not None and slot.tensor is value:
+                value.data = data
+            if value.requires_grad != row.requires_grad:
+                value.requires_grad_(row.requires_grad)
+            vars(value).clear()
+            vars(value).update(attributes[index])
         if row.kind != PART:
             _put(owners[row.path], row.name, row.kind, row.persistent, value)
-    parts = {(row.path, row.name): value for row, value in zip(rows, bound.values()) if row.kind == PART}
-    if parts:
-        _rewrap(module, parts)
+    for wrapper, value in wrapped:
+        _put(wrapper.owner, wrapper.name, wrapper.kind, wrapper.persistent, value)
     _compare(module, rows)
     _check_wrappers(contents, module)
 
 
 _MISSING = object()
 _PLAIN_PARAMETER = "torch.nn.parameter.Parameter"
+_PLAIN_TENSOR = "torch.Tensor"
 
 
 def _check(
@@ -444,25 +557,37 @@ def _check(
     owners: Mapping[str, torch.nn.Module],
     processed: AbstractSet[str],
 ) -> None:
-    for row in rows:
+    taken: dict[int, SlotRow] = {}  # tensor of the module -> what it is to hold
+    for index, row in enumerate(rows):
         slot = here.get((row.path, row.name))
         if row.path not in owners:
             raise Mismatch(f"the module has no {row.path}, which {contents.model!r} was published with")
-        if slot is None and (row.kind == ATTRIBUTE or _vacant(owners[row.path], row)):
+        plain = row.kind == ATTRIBUTE and (row.same < index or row.cls in (_PLAIN_TENSOR, _PLAIN_PARAMETER))
+        if slot is None and (plain or _vacant(owners[row.path], row)):
             continue
         if slot is None or slot.kind != row.kind:
             raise Mismatch(f"the module has no {row.kind} {row.label}, which {contents.model!r} was published with")
         cls = qualified(type(slot.tensor))
-        if row.path in processed and row.cls in (cls, _PLAIN_PARAMETER):
+        if row.path in processed and cls != row.cls == _PLAIN_PARAMETER:
+            continue
+        _check_made(slot)
+        again = not _renewed(slot.tensor)
+        if again and cls == row.cls and row.same == index and taken.setdefault(id(slot.tensor), row) is not row:
+            raise Mismatch(
+                f"{row.label} and {taken[id(slot.tensor)].label} are tied in the module and were published apart: build the "
+                "module without the tie"
+            )
+        if not slot.tensor.is_leaf and (not again or slot.tensor.requires_grad != row.requires_grad):
+            raise Mismatch(f"{row.label} is computed from other tensors: compute it without gradients before attaching")
+        if row.path in processed and cls == row.cls:
             continue
         if cls != row.cls or tuple(slot.tensor.shape) != row.shape or NAMES.get(slot.tensor.dtype) != row.dtype:
             raise Mismatch(
                 f"{slot.label} is a {cls} of {slot.tensor.dtype} {tuple(slot.tensor.shape)} and was published as "
                 f"{row.cls} of {row.dtype} {row.shape}"
             )
-        lacks = [n for n, a in row.attributes.items() if isinstance(a, dict) and n not in vars(slot.tensor)]
-        if lacks:
-            raise Mismatch(f"{slot.label} has no {lacks[0]}, which it was published with")
+        if slot.tensor.layout != torch.strided or slot.tensor.is_quantized:
+            raise Mismatch(f"{slot.label} is {slot.tensor.layout} and was published as strided: build the module with that")
     extra = set(here) - {(row.path, row.name) for row in rows}
     if extra:
         raise Mismatch(f"{contents.model!r} was published without {'.'.join(min(extra))}, which the module has")
@@ -489,8 +614,10 @@ def _check_wrappers(contents: Manifest, module: torch.nn.Module) -> None:
     )
 
 
-def _rewrap(module: torch.nn.Module, parts: Mapping[tuple[str, str], torch.Tensor]) -> None:
-    """Makes wrappers anew where a part could not be exchanged in place, as on `meta`."""
+def _rewrapped(
+    module: torch.nn.Module, parts: Mapping[tuple[str, str], torch.Tensor]
+) -> list[tuple[Slot, torch.Tensor]]:
+    """The wrappers, made anew where a part cannot be exchanged in place, as on `meta`."""
     made: dict[int, torch.Tensor] = {}
 
     def renewed(slot: Slot) -> torch.Tensor:
@@ -505,44 +632,53 @@ def _rewrap(module: torch.nn.Module, parts: Mapping[tuple[str, str], torch.Tenso
             else:
                 context = old.__tensor_flatten__()[1]  # type: ignore[attr-defined]
                 made[id(old)] = type(old).__tensor_unflatten__(new, context, old.shape, old.stride())  # type: ignore[attr-defined]
-                if slot.kind == PARAMETER:
+                if isinstance(old, torch.nn.Parameter):
                     made[id(old)] = torch.nn.Parameter(made[id(old)], requires_grad=old.requires_grad)
         return made[id(old)]
 
-    for slot in list(_held(module)):
-        if _parts(slot):
-            _put(slot.owner, slot.name, slot.kind, slot.persistent, renewed(slot))
+    return [(slot, renewed(slot)) for slot in _held(module) if _parts(slot)] if parts else []
 
 
-def _bound(old: Optional[torch.Tensor], data: torch.Tensor, row: SlotRow, owner: torch.nn.Module) -> torch.Tensor:
-    """`data` in the dress of `old`: the same object where its bytes can be exchanged, so that attributes such as an
-    engine's `weight_loader` stay; a new parameter with those attributes where it was on `meta`."""
-    if old is None and row.kind == PARAMETER:
-        new = torch.nn.Parameter(data, requires_grad=row.requires_grad)
-        vars(new).update({name: getattr(owner, name) for name, value in row.attributes.items() if isinstance(value, dict)})
-        return new
+def _attributes(old: Optional[torch.Tensor], row: SlotRow, owner: torch.nn.Module, processed: bool) -> dict[str, Any]:
+    """What will hang on a slot's tensor: what hangs on `old`, with the published values. Raises Mismatch unless that is
+    what was published."""
+    told_only = [name for name, value in row.attributes.items() if isinstance(value, dict)]
     if old is None:
-        return data
-    if row.kind == PARAMETER and qualified(type(old)) != row.cls:  # post-processing had made a new one: so do we
-        new = torch.nn.Parameter(data, requires_grad=row.requires_grad)
+        found = {name: getattr(owner, name) for name in told_only if hasattr(owner, name)} if row.kind == PARAMETER else {}
+    elif qualified(type(old)) != row.cls:  # post-processing had made a new one: so do we
         loader = getattr(old, "weight_loader", None)
-        if "weight_loader" in row.attributes and loader is not None:
-            new.weight_loader = loader  # type: ignore[attr-defined]
-        return new
-    return _dressed(old, data, row.kind, row.requires_grad)
+        found = {"weight_loader": loader} if loader is not None else {}
+    else:
+        found = dict(vars(old))
+    if processed:  # post-processing drops what only loading needs
+        found = {name: value for name, value in found.items() if name in row.attributes}
+    found.update((name, value) for name, value in row.attributes.items() if not isinstance(value, dict))
+    now = _told_attributes(found)
+    unlike = [name for name in sorted({*now, *row.attributes}) if now.get(name, _MISSING) != row.attributes.get(name, _MISSING)]
+    if unlike:
+        here, there = (repr(side[unlike[0]]) if unlike[0] in side else "none" for side in (now, row.attributes))
+        raise Mismatch(
+            f"the attribute {unlike[0]} of {row.label} is not as it was published ({here} instead of {there}): build the "
+            "module as the published one was"
+        )
+    return found
 
 
-def _dressed(old: torch.Tensor, data: torch.Tensor, kind: str, requires_grad: bool) -> torch.Tensor:
-    if old.device == data.device and old.dtype == data.dtype and not old.is_inference():
-        old.data = data
-        if kind == PARAMETER:
-            old.requires_grad_(requires_grad)
+def _renewed(old: torch.Tensor) -> bool:
+    """Whether another tensor must take its place, since its bytes cannot be exchanged."""
+    return old.device.type == "meta" or old.is_inference()
+
+
+def _value(old: Optional[torch.Tensor], data: torch.Tensor, cls: str, requires_grad: bool) -> torch.Tensor:
+    """The tensor that is to hold `data`: `old` itself where its bytes can be exchanged, else another in its place."""
+    alike = old is not None and qualified(type(old)) == cls
+    if old is not None and alike and old.device == data.device and old.dtype == data.dtype and not _renewed(old):
         return old
-    if kind != PARAMETER:
+    if not isinstance(old, torch.nn.Parameter) and cls != _PLAIN_PARAMETER:
         return data
     new = torch.nn.Parameter(data, requires_grad=requires_grad)
-    new.__class__ = type(old)  # type: ignore[assignment]
-    new.__dict__.update(vars(old))
+    if alike:
+        new.__class__ = type(old)  # type: ignore[assignment]
     return new
 
 
@@ -578,23 +714,44 @@ def _compare(module: torch.nn.Module, rows: list[SlotRow]) -> None:
 
 
 def bind(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor], model: str) -> None:
-    """Binds checkpoint tensors by name, zero-copy. Raises Mismatch, before anything is touched, unless every parameter and
-    persistent buffer has exactly one tensor of its shape and type, ties counted once, and no tensor is left over."""
-    places: dict[int, list[Slot]] = {}
-    for slot in slots(root(module)):
-        if slot.persistent:
-            places.setdefault(id(slot.tensor), []).append(slot)
-        elif slot.tensor.device.type == "meta":
-            raise Mismatch(
-                f"{slot.label} is not part of a checkpoint and has no value on the meta device: build the module normally"
-            )
+    """Binds checkpoint tensors by name, with the result of `load_state_dict`: zero-copy, or copied into a tensor that is not
+    the only one to look at its bytes or has them in another order.
+
+    Raises Mismatch, before anything is touched, unless every parameter and persistent buffer has exactly one tensor of its
+    shape and type, ties counted once, no tensor is left over, and loading is nothing but copying.
+    """
+    module = root(module)
+    _check_loading(module)
+    objects: dict[int, list[Slot]] = {}
+    for held in _held(module):
+        if held.persistent:
+            _check_made(held)
+        for slot in _spread(held):
+            if held.persistent and slot is not held:
+                if held.label not in tensors:
+                    raise _missing(held.label, model)
+                raise Mismatch(
+                    f"{held.label} is a {qualified(type(held.tensor))}, which is made of other tensors: load it in the "
+                    "ordinary way and publish the module, then attach"
+                )
+            objects.setdefault(id(slot.tensor), []).append(slot)
+    shared = _sharing(group[0].tensor for group in objects.values())
     plan: list[tuple[list[Slot], torch.Tensor]] = []
+    copies: list[tuple[torch.Tensor, torch.Tensor]] = []
     used = set()
-    for group in places.values():
-        names = [slot.label for slot in group if slot.label in tensors]
+    for place, group in objects.items():
+        old = group[0].tensor
+        known = [slot.label for slot in group if slot.persistent]
+        if old.is_meta and (not known or any(slot.kind == PART for slot in group)):
+            raise Mismatch(
+                f"{group[0].label} is not part of a checkpoint and has no value on the meta device: build the module normally"
+            )
+        if not known:
+            continue
+        names = [name for name in known if name in tensors]
         if not names:
-            raise Mismatch(f"{model!r} has no tensor {group[0].label}, which the module needs")
-        data, old = tensors[names[0]], group[0].tensor
+            raise _missing(known[0], model)
+        data = tensors[names[0]]
         if data.shape != old.shape or data.dtype != old.dtype:
             raise Mismatch(
                 f"{names[0]} is {data.dtype} {tuple(data.shape)} in {model!r} and {old.dtype} {tuple(old.shape)} in the "
@@ -606,15 +763,89 @@ def bind(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor], model: st
                     f"{names[0]} and {name} are tied in the module and differ in {model!r}: build the module without the tie"
                 )
         used.update(names)
-        plan.append((group, data))
+        if old.layout != torch.strided or old.is_quantized:
+            raise Mismatch(f"{names[0]} is {old.layout} of {old.dtype}, which cannot be bound: build it strided")
+        strides = old.stride()
+        ordered = strides == data.stride()
+        if not ordered and any(extent > 1 and not stride for extent, stride in zip(old.shape, strides)):
+            raise Mismatch(f"{names[0]} is an expanded tensor, which cannot be filled: build it with bytes for every element")
+        if old.is_meta:
+            if place in shared:
+                raise Mismatch(f"{names[0]} shares its bytes with another tensor on the meta device: build the module normally")
+            plan.append((group, data))
+        elif ordered and place not in shared and _alone(group):
+            plan.append((group, data))
+        else:
+            copies.append((old, data))
     left = [name for name in tensors if name not in used]
     if left:
-        raise Mismatch(f"the module has no place for {left[0]} of {model!r} ({len(left)} tensors are left over)")
+        raise Mismatch(
+            f"the module has no place for {left[0]} of {model!r} ({len(left)} tensors are left over): build the module with "
+            "the checkpoint's configuration"
+        )
+    made = []
     for group, data in plan:
-        slot = group[0]
-        value = _dressed(slot.tensor, data, slot.kind, slot.tensor.requires_grad)
+        old = group[0].tensor
+        if old.stride() != data.stride():
+            data = torch.empty_strided(old.shape, old.stride(), dtype=data.dtype, device=data.device).copy_(data)
+        made.append((group, data, _value(old, data, qualified(type(old)), old.requires_grad)))
+    for group, data, value in made:
+        if value is group[0].tensor:
+            value.data = data
+        else:
+            vars(value).update(vars(group[0].tensor))
         for slot in group:
             _put(slot.owner, slot.name, slot.kind, slot.persistent, value)
+    for old, data in copies:
+        with torch.inference_mode(old.is_inference()), torch.no_grad():
+            old.copy_(data)
+
+
+def _missing(name: str, model: str) -> Mismatch:
+    return Mismatch(
+        f"{model!r} has no tensor {name}, which the module needs: build the module with the checkpoint's configuration"
+    )
+
+
+def _check_loading(module: torch.nn.Module) -> None:
+    """Raises Mismatch if the module's own `load_state_dict` does more than copy tensors by name."""
+    for path, owner in module.named_modules():
+        steps = [owner._load_from_state_dict, owner.set_extra_state, *([] if path else [owner.load_state_dict])]
+        hooks = [*owner._load_state_dict_pre_hooks.values(), *owner._load_state_dict_post_hooks.values()]
+        for step in (*steps, *(getattr(hook, "hook", hook) for hook in hooks)):
+            if not str(getattr(step, "__module__", None)).startswith("torch."):
+                raise Mismatch(
+                    f"{path or 'the module'} ({qualified(type(owner))}) has a way of its own to load weights "
+                    f"({getattr(step, '__qualname__', type(step).__qualname__)}): load it in the ordinary way and publish it"
+                )
+
+
+def _sharing(tensors: Iterator[torch.Tensor]) -> set[int]:
+    """Which of these tensors, each given once, look at bytes that another one looks at, or might."""
+    spans = []
+    for tensor in tensors:
+        kind, start, nbytes = 2, id(tensor), 1
+        with contextlib.suppress(RuntimeError, NotImplementedError, ValueError):  # without bytes of its own
+            storage = tensor.untyped_storage()
+            if tensor.is_meta:
+                kind, start = 1, storage._cdata
+            elif storage.nbytes():
+                kind, start, nbytes = 0, storage.data_ptr(), storage.nbytes()
+        spans.append((kind, start, start + nbytes, id(tensor)))
+    found: set[int] = set()
+    last = (-1, 0, 0, 0)  # of those so far the one that ends last
+    for span in sorted(spans):
+        if span[0] == last[0] and span[1] < last[2]:
+            found.update((last[3], span[3]))
+        if span[0] != last[0] or span[2] > last[2]:
+            last = span
+    return found
+
+
+def _alone(group: list[Slot]) -> bool:
+    """Whether a tensor's bytes are its own and nobody's view, and no wrapper has been made of it."""
+    tensor = group[0].tensor
+    return tensor._base is None and not (tensor.is_conj() or tensor.is_neg()) and all(slot.kind != PART for slot in group)
 
 
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
