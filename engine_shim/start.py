@@ -1,8 +1,9 @@
 """The start of one model in one rank of an engine: what the pool has for it, and what becomes of it.
 
 An engine's adapter tells when the model is built (`weights`) and when it is ready to run (`loaded`, `end`). In between, either
-a published state of exactly this key is bound, or the engine reads its weights itself and what they became is kept. Whatever
-goes wrong here leaves the engine with a built model whose weights are to be read.
+a published state of exactly this key is bound, or the engine reads its weights itself and what they became is kept. What goes
+wrong before the model is touched leaves the engine with a built model whose weights are to be read; what goes wrong later is
+raised, and the adapter has the model built once more.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ class Start:
     variant = "final"  # post-processing of another variant has another result, from the same captured state
     gpu: Optional[device.Gpu] = None  # where the engine's weights are to lie; None for host memory
     remark = ""  # at the end of the line that says that an engine is attached
+    unchanged: Optional[Callable[[], bool]] = None  # whether the weight files are still those that the key tells of
 
     def __init__(
         self, settings: Settings, engine: str, model: str, key: Mapping[str, Any], place: Place, paths: PoolPaths
@@ -73,7 +75,6 @@ class Start:
         self.taken = 0.0
         self.mapped = False  # whether the state comes to a GPU: the model is built without memory then, or would need it twice
         self.touched = False  # whether the model has held anything of ours: if it has, a failure may be our fault
-        self._old: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._look()
 
     def _look(self) -> None:
@@ -102,6 +103,12 @@ class Start:
         """Raises Mismatch if `found` cannot be bound in this engine, although the key is equal."""
         state.check_seen_nowhere_else(model)
 
+    def _check_files(self) -> None:
+        """Raises Mismatch if the weight files were exchanged while the engine read them."""
+        unchanged, self.unchanged = self.unchanged, None
+        if unchanged is not None and not unchanged():
+            raise Mismatch("its weight files were changed while they were read")
+
     # While the engine loads
 
     def weights(self, model: torch.nn.Module, by_engine: Callable[[], Any]) -> Any:
@@ -115,6 +122,7 @@ class Start:
         self.tell(model, "loaded")
         if self.keeper is not None:
             try:
+                self._check_files()
                 self.keeper.loaded(model)
             except Exception as error:
                 self.give_up_keeping(error)
@@ -131,28 +139,20 @@ class Start:
             parity.dump(model, stage, self.place.rank, self.place.role, self.rung)
 
     def _bind(self, model: torch.nn.Module, found: Found) -> bool:
+        """Whether the state fits. Raises what goes wrong once the model is touched: it is to be built anew then."""
         began = time.perf_counter()
         try:
-            self.check(model, found)
-            # The engine reads its parameters anew if anything fails; what else the model holds has to be put back.
-            others = (slot.tensor for slot in modules.slots(modules.root(model)) if slot.kind != modules.PARAMETER)
-            self._old = [(tensor, tensor.data) for tensor in others]
             self.touched = True
+            self.check(model, found)
             found.bind(model)
-        except Exception as error:
+        except HandoffError as error:  # nothing is touched
             log.warning("the state of %s in the pool is not used: %s: %s", self.name, type(error).__name__, error)
             log.debug("the whole story", exc_info=True)
-            self._put_back()
             self.found = None
             return False
         self.rung = found.level
         self.taken = time.perf_counter() - began
         return True
-
-    def _put_back(self) -> None:
-        for tensor, data in self._old:
-            tensor.data = data
-        self._old.clear()
 
     def _prepare_keeping(self, model: torch.nn.Module) -> None:
         if not self.settings.publish:
@@ -182,14 +182,12 @@ class Start:
 
     def close(self) -> None:
         """The model is not used: lets go of everything."""
-        self._put_back()
         if self.keeper is not None:
             self.keeper.close()
             self.keeper = None
 
     def end(self, model: torch.nn.Module) -> None:
         """The model is loaded. Says so, and hands over what was kept, in the background. Never raises."""
-        self._old.clear()
         try:
             if self.found is not None:
                 contents = self.found.contents
@@ -227,6 +225,8 @@ class Start:
                     log.info("the state of %s is in pool %s by now: another start was quicker", self.name, self.paths.pool)
                     self.report("attached")
                     return
+                if not ladder.pool(self.paths).control().sidecar_alive:
+                    raise NotFound(f"the sidecar of pool {self.paths.pool!r} has died meanwhile")
                 keeper.commit(description, self.key, self.digest)
                 log.info("published the state of %s to pool %s (%s)", self.name, self.paths.pool, gib(keeper.nbytes))
                 committed.set()

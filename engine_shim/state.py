@@ -31,6 +31,7 @@ from engine_shim.handoff.names import PoolPaths
 from engine_shim.handoff.publication import Place, Publication
 from engine_shim.mapping import Residency
 from engine_shim.modules import Slot, TensorStorage
+from engine_shim.surroundings import changed, surroundings
 
 log = logging.getLogger("ballast")
 
@@ -39,6 +40,10 @@ PROCESSED = "processed"
 
 # Smaller storages are copied when they are captured: moving one into shared memory costs more than its bytes.
 MOVED = 64 << 10
+
+# Tables of addresses are small, and of these types.
+_INTEGERS = frozenset(getattr(torch, name) for name in ("int64", "uint64") if hasattr(torch, name))
+_TABLE = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -166,6 +171,7 @@ class Keeper:
     _publication: Publication = field(init=False)
     _moved: dict[int, int] = field(default_factory=dict)  # address of a moved storage -> its row, until `loaded`
     _before: dict[tuple[str, str], Any] = field(default_factory=dict)
+    _surroundings: dict[str, Any] = field(default_factory=dict)
     _slots: list[list[Any]] = field(default_factory=list)
     _attributes: list[list[Any]] = field(default_factory=list)
     _wrappers: list[list[Any]] = field(default_factory=list)
@@ -185,15 +191,18 @@ class Keeper:
         return self.levels.get(path, LOADED) == LOADED
 
     def move(self, module: torch.nn.Module) -> None:
-        """Moves the module's larger tensors into the publication, with what they hold. Raises NoRoom with nothing moved.
+        """Moves the module's larger tensors into the publication, with what they hold. Raises NoRoom, or Mismatch for a module
+        that knows where they are, with nothing moved.
 
         A tensor on another device stays there. One that somebody outside the tree looks at stays where it is as well, and so
         does one in a file's map or in shared memory, where another process may look at it.
         """
         self._before = modules.module_attributes(module)
+        self._surroundings = surroundings(module)
         memory = maps.own_memory()
         movable = (slot for slot in _slots(module) if self._wanted(slot.path) and _movable(slot.tensor, memory))
         chosen = [group for group in _by_storage(movable) if _follows(_looking(group))]
+        _check_addresses(module, chosen)
         sizes = [group[0].tensor.untyped_storage().nbytes() for group in chosen]
         for moving, place in zip(chosen, self._publication.reserve(sizes)):
             self._move(moving, place)
@@ -208,20 +217,36 @@ class Keeper:
         self._moved[new.data_ptr()] = place.row
 
     def loaded(self, module: torch.nn.Module) -> None:
-        """Captures what has been loaded, and ends the engine's way of writing into it: later writes stay its own."""
+        """Captures what has been loaded, and ends the engine's way of writing into it: later writes stay its own.
+
+        Raises Mismatch if loading has made more than tensors of the tree and simple attributes.
+        """
+        self._compare(module)
         moved, self._moved = self._moved, {}
         self._keep(modules.capture(module, self._wanted), moved)
-        for group in _by_storage(_slots(module)):
+        groups = [group for group in _by_storage(_slots(module)) if group[0].tensor.untyped_storage().data_ptr() in moved]
+        _check_addresses(module, groups)
+        for group in groups:
             # What cannot be, or is looked at from outside the tree as well, stays where it is until `seal`.
-            row = moved.get(group[0].tensor.untyped_storage().data_ptr())
-            if row is not None and _follows(_looking(group)):
+            if _follows(_looking(group)):
                 with contextlib.suppress(HandoffError):  # no address space for another map
-                    self._move_on(group, row)
+                    self._move_on(group, moved[group[0].tensor.untyped_storage().data_ptr()])
         self._publication.seal()
-        for place, value in modules.module_attributes(module).items():
+
+    def _compare(self, module: torch.nn.Module) -> None:
+        """Keeps the attributes that loading has set. Raises Mismatch for what it has changed and cannot be kept."""
+        now = modules.module_attributes(module)
+        for place, value in now.items():
             if place not in self._before or self._before[place] is not value:
                 self._changed(place, value)
+        owners = dict(modules.root(module).named_modules(remove_duplicate=False))
+        # One that has become a tensor is captured as such.
+        gone = next((p for p in self._before if p not in now and (p[0] not in owners or not hasattr(owners[p[0]], p[1]))), None)
+        other = ".".join(filter(None, gone)) if gone else changed(self._surroundings, surroundings(module))
+        if other is not None:
+            raise Mismatch(f"loading has changed {other}, which is no tensor of the model and cannot be kept")
         self._before.clear()
+        self._surroundings.clear()
 
     def _changed(self, place: tuple[str, str], value: Any) -> None:
         """An attribute that loading has set. Numbers and texts are kept; objects cannot be."""
@@ -239,6 +264,7 @@ class Keeper:
         memory = maps.own_memory()
         groups = [group for group in _by_storage(_slots(module)) if any(slot.path in wanted for slot in group)]
         chosen = [group for group in groups if _movable(group[0].tensor, memory) and _follows(_looking(group))]
+        _check_addresses(module, chosen)
         places = self._publication.reserve([group[0].tensor.untyped_storage().nbytes() for group in chosen])
         moved = {}
         for group, place in zip(chosen, places):
@@ -304,7 +330,7 @@ def adopted(identifier: str, key: str, timeout: float, paths: Optional[PoolPaths
 
     found = view.wait(look, timeout)
     if found is None:
-        raise NotReady(f"the sidecar did not adopt the publication in {timeout:.0f} s: see 'ballast status'")
+        raise NotReady("the sidecar has not adopted the publication: see 'ballast status'")
     return found
 
 
@@ -349,7 +375,7 @@ def own_bytes(paths: PoolPaths, generation: int) -> int:
 
 def _set(tensor: torch.Tensor, storage: torch.UntypedStorage) -> None:
     """Has a tensor look at the same place of another storage."""
-    empty = torch.empty(0, dtype=tensor.dtype)
+    empty = torch.empty(0, dtype=tensor.dtype, device="cpu")
     tensor.data = empty.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
@@ -369,7 +395,7 @@ def _movable(tensor: torch.Tensor, memory: list[tuple[int, int]]) -> bool:
     try:
         storage = tensor.untyped_storage()
         place, nbytes = storage.data_ptr(), storage.nbytes()
-        if nbytes < MOVED or not place or tensor.is_pinned():
+        if nbytes < MOVED or not place or tensor.is_pinned() or not storage.resizable():  # that is somebody else's memory
             return False
     except (RuntimeError, NotImplementedError):
         return False  # a wrapper around other tensors
@@ -389,8 +415,8 @@ def _looking(group: list[Slot]) -> list[torch.Tensor]:
 def _seen_elsewhere(looking: list[torch.Tensor]) -> bool:
     """Whether something else than these looks at their storage: it would go on looking at the old one."""
     count = getattr(torch._C, "_storage_Use_Count", None)
-    if count is None:
-        return False
+    if count is None:  # a torch that does not tell
+        return True
     storage = looking[0].untyped_storage()
     if sys.getrefcount(storage) > _not_held():
         return True
@@ -400,7 +426,7 @@ def _seen_elsewhere(looking: list[torch.Tensor]) -> bool:
 @functools.cache
 def _not_held() -> int:
     """References to a storage's object that only its asker holds: torch may make one for each who asks, or one for all."""
-    tensor = torch.empty(1)
+    tensor = torch.empty(1, device="cpu")
     storage = tensor.untyped_storage()
     return sys.getrefcount(storage)
 
@@ -415,7 +441,32 @@ def _follows(looking: list[torch.Tensor]) -> bool:
         if tensor._base is not None:
             held[id(tensor._base)] += 1
     count: Any = getattr(torch.Tensor, "_use_count", None)
-    return count is None or all(count(tensor) <= held[id(tensor)] for tensor in looking)
+    return count is not None and all(count(tensor) <= held[id(tensor)] for tensor in looking)
+
+
+def _check_addresses(module: torch.nn.Module, groups: list[list[Slot]]) -> None:
+    """Raises Mismatch if the module keeps the address of bytes that are about to be moved, as a table for a kernel does."""
+    spans = {}
+    for group in groups:
+        storage = group[0].tensor.untyped_storage()
+        spans[storage.data_ptr()] = (storage.data_ptr() + storage.nbytes(), group[0].label)
+    starts = sorted(spans)
+    for label, number in _numbers(module):
+        before = bisect.bisect_right(starts, number) - 1
+        if before >= 0 and number < spans[starts[before]][0]:
+            raise Mismatch(f"{label} keeps the address of {spans[starts[before]][1]}, which cannot be moved then")
+
+
+def _numbers(module: torch.nn.Module) -> Iterator[tuple[str, int]]:
+    """The whole numbers of a tree that may be addresses, and where they are."""
+    for slot in _slots(module):
+        tensor = slot.tensor
+        if tensor.dtype in _INTEGERS and tensor.device.type == "cpu" and tensor.numel() <= _TABLE:
+            yield from ((slot.label, number) for number in tensor.detach().reshape(-1).tolist())
+        yield from ((f"{slot.label}.{name}", value) for name, value in vars(tensor).items() if type(value) is int)
+    for place, value in modules.module_attributes(module).items():
+        if type(value) is int:
+            yield ".".join(filter(None, place)), value
 
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")

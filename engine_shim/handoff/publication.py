@@ -97,6 +97,7 @@ class Publication:
                 posix.remove(real)
             os.close(fd)
         self._files.clear()
+        self._shared.clear()
 
     def leave(self) -> None:
         """In a forked child: what it writes is its own, as ever, and the publication is its parent's business."""

@@ -400,7 +400,11 @@ class _Step:
         weights = _weights(self.loader, self.model_config, model, self.settings, pool)
         full = key(model, self.model_config, self.loader.load_config, weights.digest)
         place = _place(self.model_config, self.loader.load_config)
-        return _Start(self.settings, weights.model, full, place, paths, self.maps)
+        begun = _Start(self.settings, weights.model, full, place, paths, self.maps)
+        begun.unchanged = (
+            lambda: _weights(self.loader, self.model_config, model, self.settings, pool).digest == weights.digest
+        )
+        return begun
 
     def _tell(self, model: torch.nn.Module, stage: str) -> None:
         if parity.wanted():
@@ -462,7 +466,6 @@ class _Start(Start):
         """Binds, or loads and keeps. What post-processing may write to, in memory that all engines share, is private first."""
         result = super().weights(model, by_engine)
         if self.mapped:
-            self._old.clear()  # nothing is put back into a model that was built without memory
             processed = [module for module in model.modules() if sglang_device.transforms(module)]
             if nbytes := writers.keep_parameters(model, processed):
                 log.info("%d bytes of %s that the engine may write to are its own copy", nbytes, self.name)

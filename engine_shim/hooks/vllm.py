@@ -228,6 +228,7 @@ class _Start(start.Start, _Step):
             vllm_device.check(vllm_config)
         self.eager = bool(vllm_config.model_config.enforce_eager)
         self._undo: list[Callable[[], None]] = []
+        self.unchanged = lambda: _weights(loader, model_config, settings, pool).digest == weights.digest
         super().__init__(settings, "vLLM", weights.model, found, place, paths)
 
     def weights(self, model: torch.nn.Module, by_engine: Callable[[], Any]) -> Any:
@@ -249,6 +250,7 @@ class _Start(start.Start, _Step):
         return result
 
     def levels(self, model: torch.nn.Module) -> Mapping[str, str]:
+        super().levels(model)
         online = [path for path, m in model.named_modules() if _quantised_online(m)]
         if online:
             raise Mismatch(f"{online[0]} is quantised while it is read")
@@ -256,6 +258,7 @@ class _Start(start.Start, _Step):
         return {path: state.PROCESSED for path, module in every if _exportable(module)}
 
     def check(self, model: torch.nn.Module, found: Found) -> None:
+        super().check(model, found)
         wrong = [path for path in found.processed if not _exportable(model.get_submodule(path))]
         if wrong:
             raise Mismatch(f"{wrong[0]} was kept after post-processing, which this engine does otherwise")

@@ -24,7 +24,7 @@ def test_who_looks_at_bytes(empty_pool: PoolPaths, name: str, level: str) -> Non
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("name", keeping.REFUSED)
 def test_what_cannot_be_kept(empty_pool: PoolPaths, name: str, level: str) -> None:
-    """A tensor whose bytes are not its values."""
+    """A tensor whose bytes are not its values, or what loading has made besides tensors of the tree."""
     with Engine() as engine:
         assert engine(keeping.given_up, empty_pool.pool, name, LEVELS[level], False) == []
 

@@ -1,0 +1,132 @@
+"""One start of a model, as an engine's adapter makes it: what goes wrong on the way is not published, and not loaded upon."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine_shim import ladder, state, weight_files
+from engine_shim.handoff.names import PoolPaths
+from engine_shim.ladder import Settings
+from engine_shim.start import Place, Start
+from tests.checkpoints import Checkpoint, entry
+from tests.conftest import left_behind
+from tests.processes import Sidecar
+
+COUNT = 1 << 16
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = torch.nn.Parameter(torch.zeros(COUNT), requires_grad=False)
+
+    @torch.no_grad()
+    def load(self) -> None:
+        self.one.fill_(1)
+
+
+@pytest.fixture
+def served(pool_name: str, tmp_path: Path) -> Iterator[tuple[Sidecar, Path]]:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    Checkpoint({"x": entry("F32", (COUNT,))}).write(folder / "model.safetensors")
+    with Sidecar(pool_name, folder) as sidecar:
+        sidecar.ready("model")
+        yield sidecar, folder
+        sidecar.interrupt()
+
+
+def begin(paths: PoolPaths, folder: Path) -> Start:
+    pool = ladder.pool(paths)
+
+    def digest() -> str:
+        return weight_files.of_files(folder, map(str, folder.glob("*.safetensors")), False, None, pool).digest
+
+    before = digest()
+    settings = Settings(paths.pool, None, "auto", 5, True)
+    begun = Start(settings, "Mine", "model", {"version": "1", "checkpoint": before}, Place(), paths)
+    begun.unchanged = lambda: digest() == before
+    return begun
+
+
+def run(begun: Start, model: Model, load: Callable[[], None]) -> None:
+    begun.weights(model, load)
+    begun.loaded(model)
+    begun.end(model)
+    for thread in threading.enumerate():
+        if thread.name == "ballast-publish":
+            thread.join(30)
+
+
+def test_from_one_start_to_the_next(served: tuple[Sidecar, Path]) -> None:
+    sidecar, folder = served
+    first, model = begin(sidecar.paths, folder), Model()
+    run(first, model, model.load)
+    assert first.found is None
+    sidecar.says("adopted")
+    second, model = begin(sidecar.paths, folder), Model()
+    run(second, model, model.load)
+    assert second.found is not None and bool((model.one == 1).all())
+
+
+def test_files_that_are_exchanged_while_they_are_read(served: tuple[Sidecar, Path]) -> None:
+    sidecar, folder = served
+    begun, model = begin(sidecar.paths, folder), Model()
+
+    def load() -> None:
+        Checkpoint({"x": entry("F32", (COUNT,), 7)}).write(folder / "new")
+        (folder / "new").replace(folder / "model.safetensors")
+        model.load()
+
+    run(begun, model, load)
+    assert bool((model.one == 1).all())
+    assert not state.exists(begun.digest, sidecar.paths)
+    assert [o.file for o in sidecar.paths.objects() if o.kind == "publication"] == []
+
+
+def test_a_sidecar_that_dies_meanwhile(served: tuple[Sidecar, Path]) -> None:
+    sidecar, folder = served
+    begun, model = begin(sidecar.paths, folder), Model()
+
+    def load() -> None:
+        sidecar.kill()
+        model.load()
+
+    run(begun, model, load)
+    assert bool((model.one == 1).all())
+    assert [name for name in left_behind(sidecar.paths.pool) if ".in." in name] == []
+    with Sidecar(sidecar.paths.pool, folder) as successor:
+        successor.ready("model")
+        successor.interrupt()
+
+
+class Stubborn(torch.nn.Parameter):
+    """As some engines have: what lies behind it cannot be exchanged."""
+
+    @property  # type: ignore[override]
+    def data(self) -> torch.Tensor:
+        raise ValueError("it is not one tensor")
+
+
+class Odd(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.two = Stubborn(torch.zeros(4), requires_grad=False)
+
+
+def test_what_was_bound_half_is_not_loaded_upon(served: tuple[Sidecar, Path]) -> None:
+    sidecar, folder = served
+    first, model = begin(sidecar.paths, folder), Odd()
+    run(first, model, model.load)
+    sidecar.says("adopted")
+    second, model = begin(sidecar.paths, folder), Odd()
+    called: list[bool] = []
+    with pytest.raises(AttributeError):
+        second.weights(model, lambda: called.append(True))
+    assert second.touched and not called
+    second.close()
