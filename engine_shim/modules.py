@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from typing import AbstractSet, Any, Callable, Iterator, Mapping, Optional
 
 import torch
-from torch.nn.parameter import is_lazy
 
 from engine_shim.handoff.dtypes import BITS
 from engine_shim.handoff.errors import Damaged, Mismatch
@@ -321,7 +320,7 @@ def _plain(slot: Slot) -> torch.Tensor:
 
 
 def _check_made(slot: Slot) -> None:
-    if is_lazy(slot.tensor):
+    if torch.nn.parameter.is_lazy(slot.tensor):
         raise Mismatch(f"{slot.label} has no shape yet: run the module once, or build it with its sizes")
     if slot.tensor.is_nested:
         raise Mismatch(f"{slot.label} is a nested tensor, which is not bytes: keep its values and its offsets instead")
@@ -330,7 +329,7 @@ def _check_made(slot: Slot) -> None:
 def check_made(module: torch.nn.Module) -> None:
     """Raises Mismatch if a tensor has no shape yet, as those of lazy modules."""
     for slot in _held(root(module)):
-        if is_lazy(slot.tensor):
+        if torch.nn.parameter.is_lazy(slot.tensor):
             _check_made(slot)
 
 
