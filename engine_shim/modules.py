@@ -527,8 +527,8 @@ def restore(
     taken = {id(value) for value in values}
     for index, (row, data, value) in enumerate(zip(rows, made, values)):
         slot = here.get((row.path, row.name))
-        if slot is not None and id(slot.tensor) not in taken and _value(slot.tensor, data, row.cls, False) is slot.tensor:
-            slot.tensor.data = data  # whoever holds what a tie has replaced
+        if slot is not None and id(slot.tensor) not in taken and qualified(type(slot.tensor)) == row.cls:
+            _refill(slot.tensor, data)
         if row.same == index:
             if slot is not None and slot.tensor is value:
                 value.data = data
@@ -668,6 +668,23 @@ def _renewed(old: torch.Tensor) -> bool:
     return old.device.type == "meta" or old.is_inference()
 
 
+def _copy(old: torch.Tensor, data: torch.Tensor) -> None:
+    with torch.inference_mode(old.is_inference()), torch.no_grad():
+        old.copy_(data)
+
+
+def _refill(old: torch.Tensor, data: torch.Tensor) -> None:
+    """Gives a tensor that another has replaced the same bytes, for whoever else holds it, such as an LSTM in a list."""
+    if old.is_meta or torch.nn.parameter.is_lazy(old):
+        return
+    if (old.device, old.dtype, old.shape) != (data.device, data.dtype, data.shape):
+        return
+    if not old.is_inference():
+        old.data = data
+    elif 0 not in old.stride():
+        _copy(old, data)
+
+
 def _value(old: Optional[torch.Tensor], data: torch.Tensor, cls: str, requires_grad: bool) -> torch.Tensor:
     """The tensor that is to hold `data`: `old` itself where its bytes can be exchanged, else another in its place."""
     alike = old is not None and qualified(type(old)) == cls
@@ -772,7 +789,7 @@ def bind(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor], model: st
             if place in shared:
                 raise Mismatch(f"{names[0]} shares its bytes with another tensor on the meta device: build the module normally")
             plan.append((group, data))
-        elif ordered and place not in shared and _alone(group):
+        elif ordered and place not in shared and not old.is_inference() and _alone(group):
             plan.append((group, data))
         else:
             copies.append((old, data))
@@ -796,8 +813,7 @@ def bind(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor], model: st
         for slot in group:
             _put(slot.owner, slot.name, slot.kind, slot.persistent, value)
     for old, data in copies:
-        with torch.inference_mode(old.is_inference()), torch.no_grad():
-            old.copy_(data)
+        _copy(old, data)
 
 
 def _missing(name: str, model: str) -> Mismatch:

@@ -113,6 +113,18 @@ def test_a_tie_that_the_module_lacks(pool: str) -> None:
     assert torch.equal(held[0], source.a.weight) and torch.equal(module.a.weight, source.a.weight)
 
 
+def test_parameters_that_a_module_keeps_in_a_list_as_well(pool: str) -> None:
+    source = nn.LSTM(8, 64)
+    engine_shim.publish(source, "lstm", wait=30)
+    x = torch.rand(2, 1, 8)
+    with torch.inference_mode():
+        wanted, made = source(x)[0], nn.LSTM(8, 64)
+    for module in (nn.LSTM(8, 64), made):
+        engine_shim.attach(module, "lstm")
+        with torch.inference_mode():
+            assert torch.equal(module(x)[0], wanted)
+
+
 def test_a_compiled_module_after_its_first_call(pool: str) -> None:
     source = Two().a
     engine_shim.publish(source, "one", wait=30)
