@@ -26,10 +26,23 @@ CONFIG_FILES = ("config.json", "hf_quant_config.json", "quantize_config.json", "
 
 @dataclass(frozen=True)
 class Weights:
-    """`digest` is equal for equal content, wherever it lies; `model` is the name that the pool has for it."""
+    """`digest` is equal for equal content, wherever it lies; `model` is the name that the pool has for it. It was taken of
+    `files`, as they were, or of a `generation` of the pool."""
 
     digest: str
     model: str
+    files: tuple[tuple[str, Stat], ...] = ()
+    generation: int = 0
+
+    def unchanged(self, pool: ladder.Pool) -> bool:
+        """Whether no file has been written to or exchanged since, and the pool has no newer generation."""
+        if self.generation:
+            ready = _ready(self.model, pool)
+            return bool(ready) and ready[0].number == self.generation
+        try:
+            return all(Stat.of(os.stat(path)) == state for path, state in self.files)
+        except OSError:
+            return False
 
 
 def of_files(
@@ -42,10 +55,12 @@ def of_files(
     known = _recorded(pool)
     rows = []
     names = set()
+    states: list[tuple[str, Stat]] = []
     for file in files:
         fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            found = known.get(Stat.of(os.fstat(fd)))
+            states.append((file, Stat.of(os.fstat(fd))))
+            found = known.get(states[-1][1])
             if found is None:
                 header, sample = _read_identity(fd, Path(file))
             else:
@@ -55,12 +70,12 @@ def of_files(
         finally:
             os.close(fd)
     name = model or (names.pop() if len(names) == 1 else _name(folder))
-    return Weights(digest_of([sorted(rows), _configs(folder, code), *more]), name)
+    return Weights(digest_of([sorted(rows), _configs(folder, code), *more]), name, tuple(states))
 
 
 def of_pool(folder: Path, code: bool, model: str, pool: ladder.Pool, more: Sequence[Any] = ()) -> Weights:
     """Of the checkpoint `model` of the pool. Raises NotFound, or Mismatch if a configuration file in `folder` differs."""
-    ready = [g for g in pool.catalog().of_model(model, catalog.READY) if g.kind == catalog.CHECKPOINT]
+    ready = _ready(model, pool)
     if not ready:
         raise NotFound(f"the pool holds no checkpoint {model!r} (BALLAST_MODEL)")
     contents = pool.manifest(ready[0])
@@ -68,7 +83,11 @@ def of_pool(folder: Path, code: bool, model: str, pool: ladder.Pool, more: Seque
         if name in contents.config and file_digest(folder / name) != contents.config[name]:
             raise Mismatch(f"{folder / name} differs from the one that {model!r} was loaded with")
     rows = sorted([s.name, s.identity.size, s.identity.header, s.identity.sample] for s in contents.shards)
-    return Weights(digest_of([rows, _configs(folder, code), *more]), model)
+    return Weights(digest_of([rows, _configs(folder, code), *more]), model, generation=ready[0].number)
+
+
+def _ready(model: str, pool: ladder.Pool) -> list[catalog.Generation]:
+    return [g for g in pool.catalog().of_model(model, catalog.READY) if g.kind == catalog.CHECKPOINT]
 
 
 def _recorded(pool: ladder.Pool) -> dict[Stat, tuple[str, str, str]]:

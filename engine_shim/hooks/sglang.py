@@ -401,9 +401,7 @@ class _Step:
         full = key(model, self.model_config, self.loader.load_config, weights.digest)
         place = _place(self.model_config, self.loader.load_config)
         begun = _Start(self.settings, weights.model, full, place, paths, self.maps)
-        begun.unchanged = (
-            lambda: _weights(self.loader, self.model_config, model, self.settings, pool).digest == weights.digest
-        )
+        begun.unchanged = lambda: weights.unchanged(pool)
         return begun
 
     def _tell(self, model: torch.nn.Module, stage: str) -> None:
@@ -516,7 +514,8 @@ def _weights(
         )
     if len(parts) == 1:
         return parts[0]
-    return Weights(digest_of([part.digest for part in parts]), parts[0].model)
+    files = tuple(file for part in parts for file in part.files)
+    return Weights(digest_of([part.digest for part in parts]), parts[0].model, files)
 
 
 def _place(model_config: Any, load_config: Any) -> Place:

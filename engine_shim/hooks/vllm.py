@@ -228,7 +228,7 @@ class _Start(start.Start, _Step):
             vllm_device.check(vllm_config)
         self.eager = bool(vllm_config.model_config.enforce_eager)
         self._undo: list[Callable[[], None]] = []
-        self.unchanged = lambda: _weights(loader, model_config, settings, pool).digest == weights.digest
+        self.unchanged = lambda: weights.unchanged(pool)
         super().__init__(settings, "vLLM", weights.model, found, place, paths)
 
     def weights(self, model: torch.nn.Module, by_engine: Callable[[], Any]) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from engine_shim import ladder, state, weight_files
+from engine_shim.handoff.catalog import READY
 from engine_shim.handoff.names import PoolPaths
 from engine_shim.ladder import Settings
 from engine_shim.start import Place, Start
@@ -43,14 +45,13 @@ def served(pool_name: str, tmp_path: Path) -> Iterator[tuple[Sidecar, Path]]:
 
 def begin(paths: PoolPaths, folder: Path) -> Start:
     pool = ladder.pool(paths)
-
-    def digest() -> str:
-        return weight_files.of_files(folder, map(str, folder.glob("*.safetensors")), False, None, pool).digest
-
-    before = digest()
+    if any(folder.glob("*.safetensors")):
+        weights = weight_files.of_files(folder, map(str, folder.glob("*.safetensors")), False, None, pool)
+    else:
+        weights = weight_files.of_pool(folder, False, "model", pool)
     settings = Settings(paths.pool, None, "auto", 5, True)
-    begun = Start(settings, "Mine", "model", {"version": "1", "checkpoint": before}, Place(), paths)
-    begun.unchanged = lambda: digest() == before
+    begun = Start(settings, "Mine", "model", {"version": "1", "checkpoint": weights.digest}, Place(), paths)
+    begun.unchanged = lambda: weights.unchanged(pool)
     return begun
 
 
@@ -74,13 +75,22 @@ def test_from_one_start_to_the_next(served: tuple[Sidecar, Path]) -> None:
     assert second.found is not None and bool((model.one == 1).all())
 
 
-def test_files_that_are_exchanged_while_they_are_read(served: tuple[Sidecar, Path]) -> None:
+@pytest.mark.parametrize("has_files", [True, False])
+def test_files_that_are_exchanged_while_they_are_read(
+    served: tuple[Sidecar, Path], tmp_path: Path, has_files: bool
+) -> None:
+    """By an engine that has them, and by one that is told the model's name."""
     sidecar, folder = served
-    begun, model = begin(sidecar.paths, folder), Model()
+    before = sidecar.catalog.generations[0].number
+    begun, model = begin(sidecar.paths, folder if has_files else tmp_path / "nothing"), Model()
 
     def load() -> None:
         Checkpoint({"x": entry("F32", (COUNT,), 7)}).write(folder / "new")
         (folder / "new").replace(folder / "model.safetensors")
+        deadline = time.monotonic() + 30
+        while not has_files and max(g.number for g in sidecar.catalog.of_model("model", READY)) == before:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
         model.load()
 
     run(begun, model, load)
