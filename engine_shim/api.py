@@ -177,7 +177,7 @@ def attach(
 
 
 def _check_own(module: torch.nn.Module) -> None:
-    modules.check_made(module)
+    modules.check_shaped(module)
     try:
         state.check_seen_nowhere_else(module)
     except Mismatch as error:

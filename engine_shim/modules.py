@@ -177,7 +177,7 @@ def wrappers(module: torch.nn.Module, wanted: Callable[[str], bool] = lambda pat
         if not parts:
             return
         tensor = slot.tensor
-        context = tensor.__tensor_flatten__()[1]  # type: ignore[attr-defined]
+        context = tensor.__tensor_flatten__()[1]  # type: ignore[attr-defined]  # subclasses have it, as `_parts` has seen
         if tensor.is_nested or not _told_in_full(context):
             raise Mismatch(
                 f"{slot.label} is a {qualified(type(tensor))} of more than tensors and plain values, which cannot be "
@@ -319,18 +319,21 @@ def _plain(slot: Slot) -> torch.Tensor:
     return plain
 
 
-def _check_made(slot: Slot) -> None:
+def _check_shaped(slot: Slot) -> None:
     if torch.nn.parameter.is_lazy(slot.tensor):
         raise Mismatch(f"{slot.label} has no shape yet: run the module once, or build it with its sizes")
+
+
+def _check_made(slot: Slot) -> None:
+    _check_shaped(slot)
     if slot.tensor.is_nested:
         raise Mismatch(f"{slot.label} is a nested tensor, which is not bytes: keep its values and its offsets instead")
 
 
-def check_made(module: torch.nn.Module) -> None:
+def check_shaped(module: torch.nn.Module) -> None:
     """Raises Mismatch if a tensor has no shape yet, as those of lazy modules."""
     for slot in _held(root(module)):
-        if torch.nn.parameter.is_lazy(slot.tensor):
-            _check_made(slot)
+        _check_shaped(slot)
 
 
 def describe(module: torch.nn.Module) -> list[list[Any]]:
@@ -694,7 +697,7 @@ def _value(old: Optional[torch.Tensor], data: torch.Tensor, cls: str, requires_g
         return data
     new = torch.nn.Parameter(data, requires_grad=requires_grad)
     if alike:
-        new.__class__ = type(old)  # type: ignore[assignment]
+        new.__class__ = type(old)  # type: ignore[assignment]  # an engine's own kind of parameter
     return new
 
 

@@ -203,12 +203,12 @@ class Keeper:
         movable = (slot for slot in _slots(module) if self._wanted(slot.path) and _movable(slot.tensor, memory))
         chosen = [group for group in _by_storage(movable) if _follows(_looking(group))]
         _check_addresses(module, chosen)
-        sizes = [group[0].tensor.untyped_storage().nbytes() for group in chosen]
+        sizes = [_storage(group).nbytes() for group in chosen]
         for moving, place in zip(chosen, self._publication.reserve(sizes)):
             self._move(moving, place)
 
     def _move(self, group: list[Slot], place: Place) -> None:
-        old = group[0].tensor.untyped_storage()
+        old = _storage(group)
         flat = torch.frombuffer(place.buffer, dtype=torch.uint8)
         new = flat.untyped_storage()
         copy_touched(old.data_ptr(), new.data_ptr(), old.nbytes())
@@ -224,13 +224,13 @@ class Keeper:
         self._compare(module)
         moved, self._moved = self._moved, {}
         self._keep(modules.capture(module, self._wanted), moved)
-        groups = [group for group in _by_storage(_slots(module)) if group[0].tensor.untyped_storage().data_ptr() in moved]
+        groups = [group for group in _by_storage(_slots(module)) if _storage(group).data_ptr() in moved]
         _check_addresses(module, groups)
         for group in groups:
             # What cannot be, or is looked at from outside the tree as well, stays where it is until `seal`.
             if _follows(_looking(group)):
                 with contextlib.suppress(HandoffError):  # no address space for another map
-                    self._move_on(group, moved[group[0].tensor.untyped_storage().data_ptr()])
+                    self._move_on(group, moved[_storage(group).data_ptr()])
         self._publication.seal()
 
     def _compare(self, module: torch.nn.Module) -> None:
@@ -265,14 +265,14 @@ class Keeper:
         groups = [group for group in _by_storage(_slots(module)) if any(slot.path in wanted for slot in group)]
         chosen = [group for group in groups if _movable(group[0].tensor, memory) and _follows(_looking(group))]
         _check_addresses(module, chosen)
-        places = self._publication.reserve([group[0].tensor.untyped_storage().nbytes() for group in chosen])
+        places = self._publication.reserve([_storage(group).nbytes() for group in chosen])
         moved = {}
         for group, place in zip(chosen, places):
-            old = group[0].tensor.untyped_storage()
+            old = _storage(group)
             ctypes.memmove(place.buffer, old.data_ptr(), old.nbytes())
             del old
             self._move_on(group, place.row)
-            moved[group[0].tensor.untyped_storage().data_ptr()] = place.row
+            moved[_storage(group).data_ptr()] = place.row
         self._keep(modules.capture(module, wanted.__contains__), moved)
 
     def _keep(self, captured: modules.Captured, moved: Mapping[int, int]) -> None:
@@ -288,7 +288,7 @@ class Keeper:
 
     def _move_on(self, group: list[Slot], row: int) -> None:
         """Has a group look at a private map of the bytes that a row has. Raises HandoffError."""
-        nbytes = group[0].tensor.untyped_storage().nbytes()
+        nbytes = _storage(group).nbytes()
         buffer, offset = self._publication.view(row)
         new = torch.frombuffer(buffer, dtype=torch.uint8, count=nbytes, offset=offset).untyped_storage()
         for tensor in _looking(group):
@@ -358,6 +358,10 @@ def _by_storage(slots: Iterable[Slot]) -> list[list[Slot]]:
                 if place:
                     groups.setdefault(place, {}).setdefault(id(slot.tensor), slot)
     return [list(group.values()) for group in groups.values()]
+
+
+def _storage(group: list[Slot]) -> torch.UntypedStorage:
+    return group[0].tensor.untyped_storage()
 
 
 def own_bytes(paths: PoolPaths, generation: int) -> int:
@@ -448,7 +452,7 @@ def _check_addresses(module: torch.nn.Module, groups: list[list[Slot]]) -> None:
     """Raises Mismatch if the module keeps the address of bytes that are about to be moved, as a table for a kernel does."""
     spans = {}
     for group in groups:
-        storage = group[0].tensor.untyped_storage()
+        storage = _storage(group)
         spans[storage.data_ptr()] = (storage.data_ptr() + storage.nbytes(), group[0].label)
     starts = sorted(spans)
     for label, number in _numbers(module):

@@ -129,7 +129,7 @@ def _place(tensor: torch.Tensor) -> Optional[int]:
     """Where its bytes begin; None if it has none, or none of its own."""
     try:
         return tensor.untyped_storage().data_ptr() or None if tensor.layout == torch.strided else None
-    except (RuntimeError, NotImplementedError):
+    except (RuntimeError, NotImplementedError):  # what torch raises for a wrapper around other tensors
         return None
 
 

@@ -130,7 +130,7 @@ def furnished(model: Model) -> None:
     model.part = Part()
     model.outside = [torch.nn.Linear(2, 2).requires_grad_(False)]
     model.pending = True
-    model.one.shards = []  # type: ignore[attr-defined]
+    vars(model.one)["shards"] = []
 
 
 def with_tensors(model: Model) -> None:

@@ -49,7 +49,7 @@ def tie(module: Two) -> None:
 
 
 def hang(module: Two) -> None:
-    module.b.weight.extra = 1  # type: ignore[assignment]
+    vars(module.b.weight)["extra"] = 1
 
 
 def compute(module: Two) -> None:

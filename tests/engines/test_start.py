@@ -118,7 +118,7 @@ def test_a_sidecar_that_dies_meanwhile(served: tuple[Sidecar, Path]) -> None:
 class Stubborn(torch.nn.Parameter):
     """As some engines have: what lies behind it cannot be exchanged."""
 
-    @property  # type: ignore[override]
+    @property  # type: ignore[override]  # what cannot be set is the point of it
     def data(self) -> torch.Tensor:
         raise ValueError("it is not one tensor")
 

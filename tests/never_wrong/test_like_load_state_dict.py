@@ -229,9 +229,9 @@ def test_a_module_that_has_no_shape_yet(linear: dict[str, torch.Tensor]) -> None
 
 
 def test_torchs_own_hooks_are_no_obstacle(filled: Loading, folder: Path) -> None:
-    made: Callable[[], nn.Module] = lambda: nn.Sequential(  # noqa: E731
-        nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)), nn.BatchNorm1d(4)
-    )
+    def made() -> nn.Module:
+        return nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)), nn.BatchNorm1d(4))
+
     torch.manual_seed(1)
     source = made()
     safetensors.torch.save_file(source.state_dict(), folder / "model.safetensors")
