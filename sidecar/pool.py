@@ -234,17 +234,21 @@ class PoolWriter:
             else:  # of the files that are served now: once they are not any more, the state goes with them
                 newest = self.ready(generation.model)
                 content = newest[0].content if newest else ""
-            self._write(
-                self.catalog.with_generation(
-                    dataclasses.replace(
-                        generation, state=catalog.READY, done=generation.total, shards="", since=time.time(), content=content
-                    )
-                )
+            made = dataclasses.replace(
+                generation, state=catalog.READY, done=generation.total, shards="", since=time.time(), content=content
             )
-            same = [g for g in self.ready(generation.model, generation.kind) if g.key == generation.key]
-            # Of an engine's state the key says the content: two with one key are one too many.
-            for old in same[1 if generation.kind == catalog.ENGINE else KEPT :]:
-                self.retire(old.number)
+            self._write(self._with_newest(made))
+
+    def _with_newest(self, made: Generation) -> Catalog:
+        """The catalog with a generation that becomes ready, in which what that ends has ended: one write, since a kill between
+        two would leave a generation more in memory than anybody counts on, until the next one comes."""
+        now = self.catalog.with_generation(made)
+        checkpoint = made.kind == catalog.CHECKPOINT
+        same = [g for g in now.of_model(made.model, catalog.READY) if (g.kind, g.key) == (made.kind, made.key)]
+        # Of an engine's state the key says the content: two with one key are one too many.
+        for old in same[KEPT if checkpoint else 1 :]:
+            now = now.with_generation(_retired(old))
+        return _without_outlived(now, made.model) if checkpoint else now
 
     def _inodes(self, contents: Manifest) -> tuple[int, ...]:
         paths = [self.paths.segment(contents.generation, index) for index in range(len(contents.segments))]
@@ -268,9 +272,7 @@ class PoolWriter:
                     raise Damaged(f"{self.paths.segment(new, index)} is in the way: remove it")
             manifest.write(dataclasses.replace(contents, generation=new), self.paths.manifest(new), self.paths.group)
             made = dataclasses.replace(old, number=new, since=time.time(), over=over)
-            self._write(self.catalog.with_generation(made))
-            for surplus in [g for g in self.ready(old.model, old.kind) if g.key == old.key][KEPT:]:
-                self.retire(surplus.number)
+            self._write(self._with_newest(made))
             return made
 
     def amend(self, contents: Manifest) -> None:
@@ -317,17 +319,15 @@ class PoolWriter:
         with self._lock:
             generation = self.catalog.get(number)
             if generation is not None and generation.state != catalog.RETIRED:
-                retired = dataclasses.replace(generation, state=catalog.RETIRED, since=time.time(), reason=reason[:2000])
-                self._write(self.catalog.with_generation(retired))
+                self._write(self.catalog.with_generation(_retired(generation, reason)))
 
-    def retire_outlived(self, model: str) -> None:
-        """Takes engines' states out of service that belong to a content of the model's files that is not kept any more."""
-        kept = {generation.content for generation in self.ready(model)}
-        for state in self.ready(model, catalog.ENGINE):
-            if state.content and state.content not in kept:
-                what = "the state of %s, generation %d, belongs to weights that were replaced, and is retired"
-                log.info(what, model, state.number)
-                self.retire(state.number)
+    def withdraw(self, model: str) -> None:
+        """Takes a checkpoint out of service that is not asked for any more, and the engines' states that belong to it."""
+        with self._lock:
+            now = self.catalog
+            for generation in self.ready(model):
+                now = now.with_generation(_retired(generation))
+            self._write(_without_outlived(now, model))
 
     def held(self) -> set[int]:
         """The generations that a living engine is attached to; all of them while there is a record that cannot be read."""
@@ -429,6 +429,22 @@ class PoolWriter:
             with contextlib.suppress(HandoffError):  # somebody may have damaged the page; it goes in any case
                 self._write(dataclasses.replace(self.catalog, generations=()))
             remove_objects(self.paths)
+
+
+def _retired(generation: Generation, reason: str = "") -> Generation:
+    return dataclasses.replace(generation, state=catalog.RETIRED, since=time.time(), reason=reason[:2000])
+
+
+def _without_outlived(now: Catalog, model: str) -> Catalog:
+    """The catalog in which engines' states are retired that belong to a content of the model's files that is not kept."""
+    ready = now.of_model(model, catalog.READY)
+    kept = {generation.content for generation in ready if generation.kind == catalog.CHECKPOINT}
+    for state in ready:
+        if state.kind == catalog.ENGINE and state.content and state.content not in kept:
+            what = "the state of %s, generation %d, belongs to weights that were replaced, and is retired"
+            log.info(what, model, state.number)
+            now = now.with_generation(_retired(state))
+    return now
 
 
 def _step_back() -> None:

@@ -279,8 +279,7 @@ class Sidecar:
             if item.generation.model not in self.models:
                 if item.generation.kind == catalog.CHECKPOINT:
                     log.info("%s is no longer asked for and is retired", item.generation.model)
-                    self._pool.retire(item.generation.number)
-                    self._pool.retire_outlived(item.generation.model)
+                    self._pool.withdraw(item.generation.model)
         for model in self.models.values():
             self._open(model)
             if model.name not in by_model:
@@ -339,6 +338,7 @@ class Sidecar:
             if self._same_files(contents, found):
                 served = history.settle(self._pool, generation)
                 model.generation, model.evicted = served.number, False
+                self._pool.forget_failures(model.name)
                 return served
         return None
 
@@ -411,7 +411,6 @@ class Sidecar:
         model.reason = ""
         model.evicted = model.asked = False
         self._pool.forget_failures(model.name)
-        self._pool.retire_outlived(model.name)
         took = time.monotonic() - began
         log.info(
             "%s is ready: generation %d, %s in %d tensors, %.1f s, %s/s",
@@ -511,7 +510,6 @@ class Sidecar:
             raise Busy(f"{model.name!r} is being loaded from its files just now: try again when that is done")
         made = history.rollback(self._pool, model.name)
         model.generation = made.number
-        self._pool.retire_outlived(model.name)
         return (
             f"{model.name} serves generation {made.number}, which holds what generation {before[1].number} held; "
             f"the same again goes forward to what generation {before[0].number} holds"

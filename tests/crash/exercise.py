@@ -334,7 +334,7 @@ def _published_is_right(place: Place) -> None:
     import engine_shim
 
     page = ControlPage.open(place.paths)
-    there = any(g.kind == catalog.ENGINE and g.state == catalog.READY for g in page.read().generations)
+    there = any(g.kind == catalog.ENGINE for g in page.read().of_model(PUBLISHED, catalog.READY))
     page.close()
     if not there:
         return

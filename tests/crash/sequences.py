@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -113,7 +114,18 @@ def in_order(paths: PoolPaths, now: catalog.Catalog) -> str:
         expected.add(paths.manifest(generation.number).name)
         expected |= {paths.segment(generation.number, index).name for index in range(len(contents.segments))}
     found = {name.file for name in paths.objects()}
-    return " ".join(sorted(found ^ expected))
+    return " ".join(sorted(found ^ expected)) or too_many(now)
+
+
+def too_many(now: catalog.Catalog) -> str:
+    """Which generations are ready beyond those that are kept of a model, or of a configuration of an engine; empty if none."""
+    ready = [g for g in now.generations if g.state == READY]
+    contents = {(g.model, g.content) for g in ready if g.kind == catalog.CHECKPOINT}
+    surplus = {g.number for g in ready if g.kind == catalog.ENGINE and g.content and (g.model, g.content) not in contents}
+    for of, count in Counter((g.model, g.kind, g.key) for g in ready).items():
+        if count > (1 if of[1] == catalog.ENGINE else pool.KEPT):
+            surplus |= {g.number for g in ready if (g.model, g.kind, g.key) == of}
+    return f"ready, and too many: {sorted(surplus)}" if surplus else ""
 
 
 def serve_until(place: Place, turn: Callable[[Turning], bool], **more: Any) -> None:
@@ -152,8 +164,25 @@ def serving(place: Place, *versions: int) -> None:
             serve_until(place, until_in_order)
 
 
+def with_a_state(place: Place, *versions: int) -> None:
+    """The same, and an engine's state that belongs to the first of them."""
+    serving(place, versions[0])
+    with a_sidecar(place) as writer:
+        _adopted(place, writer, MODEL)
+    serving(place, *versions[1:])
+
+
+def _adopted(place: Place, writer: pool.PoolWriter, model: str) -> None:
+    """An engine has published its state of a model."""
+    import engine_shim
+
+    engine_shim.publish(dying.module(5), model, pool=place.paths.pool)
+    assert all([writer.adopt_publication(identifier) for identifier in writer.publications()])
+    assert writer.ready(model, catalog.ENGINE)[0].content
+
+
 def leftovers(place: Place) -> None:
-    """Of everything that the dead leave some, beside a generation that nobody asks for any more."""
+    """Of everything that the dead leave some, beside a generation that nobody asks for any more, with a state."""
     serving(place, 0)
     with a_sidecar(place) as writer, ThreadPoolExecutor(1):
         first = writer.catalog.generations[0]
@@ -164,6 +193,7 @@ def leftovers(place: Place) -> None:
             _make(place.paths.segment(other.generation, index), source, posix.PUBLISHED)
         table = manifest.Manifest(**{**contents.__dict__, "generation": other.generation, "model": "other"})
         writer.publish(table)
+        _adopted(place, writer, "other")
     paths = place.paths
     for path in (
         paths.manifest(77), paths.segment(77, 0), temporary(paths.manifest(1)), temporary(paths.control),
@@ -450,6 +480,9 @@ SEQUENCES = {
     "retiring and sweeping": Sequence(leftovers, first_start),
     "an update": Sequence(lambda place: serving(place, 0), lambda place: update(place, 1)),
     "an update that frees the oldest": Sequence(lambda place: serving(place, 0, 1), lambda place: update(place, 2)),
+    "an update that a state does not outlive": Sequence(
+        lambda place: with_a_state(place, 0, 1), lambda place: update(place, 2)
+    ),
     "files that were only copied": Sequence(lambda place: serving(place, 0), lambda place: update(place, VERSIONS)),
     "loading that fails and succeeds": Sequence(empty, failing_first),
     "no room to announce": Sequence(empty, no_room_to_announce),

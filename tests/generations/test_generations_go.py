@@ -10,7 +10,7 @@ import pytest
 
 import engine_shim
 from engine_shim.handoff import attachment
-from engine_shim.handoff.catalog import CHECKPOINT, ENGINE, READY, RETIRED
+from engine_shim.handoff.catalog import CHECKPOINT, ENGINE, FAILED, READY, RETIRED
 from engine_shim.handoff.errors import NotFound
 from engine_shim.handoff.names import PoolPaths
 from sidecar import history
@@ -139,6 +139,24 @@ def test_files_that_are_put_back_are_not_loaded_again(filled: Loading, tmp_path:
     assert os.stat(filled.paths.segment(back.number, 0)).st_ino == segment
 
 
+def test_a_failure_is_over_once_the_files_are_back(filled: Loading, tmp_path: Path) -> None:
+    """A sidecar that serves what it had does not go on saying that it cannot."""
+    checkpoint(tmp_path / "v1", 1, SIZE)
+    (tmp_path / "v2").mkdir()
+    (tmp_path / "v2" / "model.safetensors").write_bytes(b"not a header")
+    link = tmp_path / "m"
+    link.symlink_to("v1")
+    filled.load(link)
+    link.unlink()
+    link.symlink_to("v2")
+    assert filled.look(link).found is None
+    assert [g.state for g in filled.pool.catalog.generations] == [READY, FAILED]
+    link.unlink()
+    link.symlink_to("v1")
+    assert filled.look(link).generation == 1
+    assert [g.state for g in filled.pool.catalog.generations] == [READY]
+
+
 def test_what_differs_where_no_sample_looks_is_not_the_same(filled: Loading, tmp_path: Path) -> None:
     folder = checkpoint(tmp_path / "m", 1, SIZE)
     filled.load(folder)
@@ -194,7 +212,6 @@ def test_states_go_with_their_weights(filled: Loading, tmp_path: Path) -> None:
     pool = filled.pool
 
     def states() -> list[str]:
-        pool.retire_outlived("m")
         pool.collect()
         return sorted(g.key for g in pool.ready("m", ENGINE))
 
@@ -221,7 +238,6 @@ def test_a_state_that_an_engine_holds_stays_until_it_leaves(filled: Loading, tmp
     token = attachment.Token.take(filled.paths, state.number, "m")
     for seed in (2, 3):
         filled.load(checkpoint(folder, seed, SIZE))
-    filled.pool.retire_outlived("m")
     filled.pool.collect()
     assert filled.paths.segment(state.number, 0).exists()
     token.release()

@@ -37,6 +37,13 @@ class Loading:
             self.pool.drop(number)
         self.pool.unfinished.clear()
 
+    def look(self, path: Path, name: str = "m") -> serve.Model:
+        """As at a look at files that have changed: they cannot be read, or are what is kept, or else it is left at that."""
+        model = serve.Model(Path(path), name)
+        if self._sidecar._open(model) and model.found is not None:
+            self._sidecar._served(model, model.found)
+        return model
+
     def load(self, path: Path, name: str = "m") -> Generation:
         """Loads a checkpoint, as a new generation unless it is the one that is there. Returns the generation."""
         model = serve.Model(Path(path), name)
