@@ -238,10 +238,11 @@ class Start:
                 keeper.close()
 
         def follow() -> None:
-            if not committed.wait(_ADOPTION):
-                return  # it was not committed, and `commit` has said so
+            publishing.join(_ADOPTION)
+            if not committed.is_set():
+                return  # and `commit` has said why
             try:
-                generation = state.adopted(keeper.identifier, self.digest, _ADOPTION, self.paths)
+                generation = state.adopted(keeper, self.digest, _ADOPTION)
                 self.report("published", generation.number)
                 # This engine runs on those very bytes now: say so, so that `ballast status` shows who keeps them in memory.
                 contents = ladder.pool(self.paths).manifest(generation)
@@ -254,7 +255,8 @@ class Start:
                 self.report("failed")
 
         # The first is short and is waited for when the engine ends at once; the second may last, and is not.
-        threading.Thread(target=commit, name="ballast-publish").start()
+        publishing = threading.Thread(target=commit, name="ballast-publish")
+        publishing.start()
         threading.Thread(target=follow, name="ballast-follow", daemon=True).start()
 
     def report(self, outcome: str, generation: Optional[int] = None) -> None:

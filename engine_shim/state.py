@@ -314,18 +314,18 @@ class Keeper:
         self._publication.close()
 
 
-def adopted(identifier: str, key: str, timeout: float, paths: Optional[PoolPaths] = None) -> Generation:
-    """Waits until the sidecar has made a generation of a publication. Raises NotReady if it refused it, or took longer."""
-    view = ladder.pool(paths)
-    place = view.paths.publication(identifier)
+def adopted(keeper: Keeper, key: str, timeout: float) -> Generation:
+    """Waits until the sidecar has made a generation of what was committed. Raises NotReady if it refused it, or took longer."""
+    view = ladder.pool(keeper.paths)
+    place = view.paths.publication(keeper.identifier)
 
     def look(now: catalog.Catalog) -> Optional[Generation]:
         ready = [g for g in now.generations if _ready(g) and g.key == key]
         if ready and not place.exists():
             return max(ready, key=lambda g: g.number)
-        failed = [g for g in now.generations if g.kind == catalog.ENGINE and g.state == catalog.FAILED]
+        failed = [g for g in now.of_model(keeper.model, catalog.FAILED) if g.kind == catalog.ENGINE]
         if failed and not ready and not place.exists() and not any(g.state == catalog.LOADING for g in now.generations):
-            raise NotReady(f"the sidecar refused the publication: {failed[-1].reason}")
+            raise NotReady(f"the sidecar refused the publication: {failed[0].reason}")
         return None
 
     found = view.wait(look, timeout)

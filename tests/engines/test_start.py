@@ -17,6 +17,7 @@ from engine_shim.ladder import Settings
 from engine_shim.start import Place, Start
 from tests.checkpoints import Checkpoint, entry
 from tests.conftest import left_behind
+from tests.generations.states import publish
 from tests.processes import Sidecar
 
 COUNT = 1 << 16
@@ -140,3 +141,24 @@ def test_what_was_bound_half_is_not_loaded_upon(served: tuple[Sidecar, Path]) ->
         second.weights(model, lambda: called.append(True))
     assert second.touched and not called
     second.close()
+
+
+def test_what_the_sidecar_refuses(pool_name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The engine says why its own state is not there, not another's; and does not wait for it any longer."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    Checkpoint({"x": entry("F32", (COUNT,))}).write(folder / "model.safetensors")
+    with Sidecar(pool_name, folder, args=["--max-bytes", "3M", "--pin", "model"]) as sidecar:
+        sidecar.ready("model")
+        for other in ("another", "zebra"):  # one is before and one behind it, whatever the order
+            publish(sidecar.paths, other, "k")
+            sidecar.says(f"a publication is refused: '{other}' needs")
+        begun, model = begin(sidecar.paths, folder), Model()
+        run(begun, model, model.load)
+        for thread in threading.enumerate():
+            if thread.name == "ballast-follow":
+                thread.join(30)
+                assert not thread.is_alive()
+        [line] = [text for text in caplog.messages if "is not in service" in text]
+        assert "the sidecar refused the publication: 'model' needs" in line
+        sidecar.interrupt()
