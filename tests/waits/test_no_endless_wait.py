@@ -74,7 +74,7 @@ WALL_CLOCK = {
     ("sidecar/pool.py", "PoolWriter.begin"): "`since`",
     ("sidecar/pool.py", "PoolWriter.publish"): "`since`",
     ("sidecar/pool.py", "PoolWriter.fail"): "`since`",
-    ("sidecar/pool.py", "PoolWriter.retire"): "`since`",
+    ("sidecar/pool.py", "_retired"): "`since`",
     (
         "sidecar/serve.py",
         "plan",
