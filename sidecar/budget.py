@@ -117,14 +117,18 @@ class Budget:
         if not others and any(_is_newest(pool, g) and g.model != model for g in going):
             raise Postponed(f"it waits to be asked for, to keep the pool within --max-bytes {gib(self.limit or 0)}")
         for generation in going:
-            newest = _is_newest(pool, generation)
-            pool.retire(generation.number)
+            with pool.lock:  # so that nobody finds it ready in between
+                newest = _is_newest(pool, generation)
+                # Older ones that are attached to are still there: who came now would get them in its place.
+                older = [g for g in pool.ready(generation.model, generation.kind) if g.key == generation.key] if newest else []
+                pool.retire(generation.number, *(g.number for g in older))
+                if newest:
+                    evicted(generation)
             if newest:
                 log.info(
                     "%s, generation %d, is evicted for %s: nobody is attached to it, and it was used least recently",
                     generation.model, generation.number, label,
                 )  # fmt: skip
-                evicted(generation)
         pool.collect()
         room(pool.paths.dir).require(needed - there, label)
 
@@ -136,7 +140,8 @@ class Budget:
         if self.limit is None:
             # The newest of all, which is being served, stays until the new one is there. Older ones, oldest first.
             return own
-        newest = [g for g in ready if _is_newest(pool, g) and g.model not in self.pinned and g.model != model]
+        # What was rolled back to is on no disk any more.
+        newest = [g for g in ready if _is_newest(pool, g) and not g.over and g.model not in (*self.pinned, model)]
         others = [g for g in previous if g.model != model]
         return own + sorted(others, key=self.last_used) + sorted(newest, key=self.last_used)
 
@@ -147,6 +152,7 @@ class Budget:
                 why = (
                     "attached" if generation.number in held
                     else "pinned" if generation.model in self.pinned
+                    else "rolled back to" if generation.over
                     else generation.state if generation.state != catalog.READY
                     else "would go"
                 )  # fmt: skip

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from engine_shim.handoff import attachment, catalog, holder, manifest, posix, publication, request, semaphores
@@ -52,7 +53,7 @@ class PoolWriter:
     def __init__(self, paths: PoolPaths) -> None:
         """Takes the pool. Raises Busy if another sidecar has it, HandoffError if its directory cannot be used."""
         self.paths = paths
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()  # for whoever looks at the catalog and then acts on it
         if not paths.dir.is_dir():
             raise NotFound(f"{paths.dir} is not a directory: mount a memory file system there, or change --dir")
         self.page = _take(paths)
@@ -120,7 +121,7 @@ class PoolWriter:
                 self.unfinished.append(generation.number)
                 continue
             kept = kept.without(generation.number)
-        self._write(kept)
+        self._write(_without_what_it_led(self.catalog, kept))
         for number in self.unfinished:
             self.reset(number)
         self.sweep()
@@ -156,9 +157,9 @@ class PoolWriter:
     def sweep(self) -> int:
         """Removes what belongs to nobody: objects that the catalog does not list, records of dead engines, publications
         of dead publishers. Says how many."""
-        with self._lock, self.guard.hold(GUARD_TIMEOUT):
+        with self.lock, self.guard.hold(GUARD_TIMEOUT):
             count = attachment.sweep(self.paths) + holder.sweep(self.paths)
-            listed = {generation.number for generation in self.catalog.generations}
+            listed = {g.number for g in self.catalog.generations if g.state != catalog.FAILED}
             building = {g.number for g in self.catalog.generations if g.state == catalog.LOADING}
             objects = self.paths.objects()
             whole = {name.file for name in objects if name.kind == "publication" and not name.tmp}
@@ -195,7 +196,7 @@ class PoolWriter:
 
     def begin(self, contents: Manifest) -> Manifest:
         """Announces a generation that is about to be loaded, and gives it its number."""
-        with self._lock:
+        with self.lock:
             self.catalog = dataclasses.replace(self.catalog, next=max(self.catalog.next, self._highest() + 1))
             contents = dataclasses.replace(contents, generation=self.catalog.next, complete=False)
             generation = Generation(
@@ -210,7 +211,7 @@ class PoolWriter:
 
     def progress(self, number: int, done: int, segment_done: int | None = None) -> None:
         """Tells waiting engines how far loading is; a complete segment at once, bytes ten times a second."""
-        with self._lock:
+        with self.lock:
             now = time.monotonic()
             generation = self.catalog.get(number)
             if generation is None or (segment_done is None and now < self._next_progress):
@@ -223,7 +224,7 @@ class PoolWriter:
 
     def publish(self, contents: Manifest) -> None:
         """Makes a loaded generation ready: its manifest first, then the catalog. Retires what is too old."""
-        with self._lock:
+        with self.lock:
             generation = self.catalog.get(contents.generation)
             if generation is None:
                 raise NotFound(f"generation {contents.generation} was dropped while it was being loaded")
@@ -237,7 +238,11 @@ class PoolWriter:
             made = dataclasses.replace(
                 generation, state=catalog.READY, done=generation.total, shards="", since=time.time(), content=content
             )
-            self._write(self._with_newest(made))
+            now = self._with_newest(made)
+            for failed in now.of_model(made.model, catalog.FAILED):
+                if made.kind in (catalog.CHECKPOINT, failed.kind):
+                    now = now.without(failed.number)
+            self._write(now)
 
     def _with_newest(self, made: Generation) -> Catalog:
         """The catalog with a generation that becomes ready, in which what that ends has ended: one write, since a kill between
@@ -254,12 +259,13 @@ class PoolWriter:
         paths = [self.paths.segment(contents.generation, index) for index in range(len(contents.segments))]
         return tuple(posix.status(path).st_ino for path in paths)
 
-    def again(self, number: int, over: int = 0) -> Generation:
+    def again(self, number: int, over: int = 0, files: Mapping[str, Any] = MappingProxyType({})) -> Generation:
         """Publishes once more, as the newest, what a ready generation holds: its segments under new names, not copied.
 
-        `over` is the generation that is rolled back from. Raises NotFound and others if the old one is not whole.
+        `over` is the generation that is rolled back from, `files` what is on disk meanwhile: see sidecar.history. Raises
+        NotFound and others if the old one is not whole.
         """
-        with self._lock:
+        with self.lock:
             old = self.catalog.get(number)
             if old is None or old.state != catalog.READY:
                 raise NotFound(f"generation {number} is not there any more: see 'ballast status'")
@@ -270,22 +276,26 @@ class PoolWriter:
             for index in range(len(contents.segments)):
                 if not posix.link_new(self.paths.segment(number, index), self.paths.segment(new, index)):
                     raise Damaged(f"{self.paths.segment(new, index)} is in the way: remove it")
-            manifest.write(dataclasses.replace(contents, generation=new), self.paths.manifest(new), self.paths.group)
+            again = dataclasses.replace(contents, generation=new, over=files)
+            manifest.write(again, self.paths.manifest(new), self.paths.group)
             made = dataclasses.replace(old, number=new, since=time.time(), over=over)
             self._write(self._with_newest(made))
             return made
 
     def amend(self, contents: Manifest) -> None:
         """Replaces a ready generation's manifest by one that differs in what is not its table of tensors."""
-        with self._lock:
+        with self.lock:
             manifest.write(contents, self.paths.manifest(contents.generation), self.paths.group)
-            self._write(self.catalog)
+            row = self.catalog.get(contents.generation)
+            if row is not None and not contents.over:
+                row = dataclasses.replace(row, over=0)
+            self._write(self.catalog if row is None else self.catalog.with_generation(row))
 
     def fail(
         self, model: str, reason: str, number: int | None = None, kind: str = catalog.CHECKPOINT, evicted: bool = False
     ) -> None:
         """Writes down why a model could not be had, in place of its generation where it had one already."""
-        with self._lock:
+        with self.lock:
             kept = self.catalog
             for old in kept.of_model(model, catalog.FAILED):
                 if old.kind == kind:
@@ -296,13 +306,13 @@ class PoolWriter:
             self._remove_objects(number)
 
     def forget_failures(self, model: str) -> None:
-        with self._lock:
+        with self.lock:
             for old in self.catalog.of_model(model, catalog.FAILED):
                 self._write(self.catalog.without(old.number))
 
     def reset(self, number: int) -> None:
         """Takes back what has been loaded of a generation, which stays announced: a successor may load it again."""
-        with self._lock:
+        with self.lock:
             generation = self.catalog.get(number)
             if generation is not None and generation.state == catalog.LOADING:
                 self._write(self.catalog.with_generation(dataclasses.replace(generation, done=0, shards="")))
@@ -310,20 +320,24 @@ class PoolWriter:
 
     def drop(self, number: int) -> None:
         """Forgets a generation and removes its objects. Whoever has them mapped keeps his bits."""
-        with self._lock:
+        with self.lock:
             self._write(self.catalog.without(number))
             self._remove_objects(number)
 
-    def retire(self, number: int, reason: str = "") -> None:
-        """Takes a generation out of service. It is freed by `collect` once no attachment to it is alive."""
-        with self._lock:
-            generation = self.catalog.get(number)
-            if generation is not None and generation.state != catalog.RETIRED:
-                self._write(self.catalog.with_generation(_retired(generation, reason)))
+    def retire(self, *numbers: int, reason: str = "") -> None:
+        """Takes generations out of service, at once. Each is freed by `collect` once no attachment to it is alive. States whose
+        weights are not kept any more go with them, unless the newest has gone, which is loaded again."""
+        with self.lock:
+            now = self.catalog
+            for generation in filter(None, map(now.get, numbers)):
+                if generation.state != catalog.RETIRED:
+                    now = now.with_generation(_retired(generation, reason))
+            if now is not self.catalog:
+                self._write(_without_what_it_led(self.catalog, now))
 
     def withdraw(self, model: str) -> None:
         """Takes a checkpoint out of service that is not asked for any more, and the engines' states that belong to it."""
-        with self._lock:
+        with self.lock:
             now = self.catalog
             for generation in self.ready(model):
                 now = now.with_generation(_retired(generation))
@@ -378,10 +392,15 @@ class PoolWriter:
         except Exception as error:  # whatever it is: the thread that loads everything else goes on
             log.warning("a publication is refused: %s", error)
             log.debug("the whole story", exc_info=True)
-            # One without its segments is what a killed sidecar left in the middle of adopting it; nobody waits for that.
-            if model and not isinstance(error, NotFound):
-                self.fail(model, str(error), number, catalog.ENGINE)
-            self._remove_publication(identifier)
+            try:
+                # One without its segments is what a killed sidecar left in the middle of adopting it; nobody waits for that.
+                if isinstance(error, NotFound):
+                    if number is not None:
+                        self.drop(number)
+                elif model:
+                    self.fail(model, str(error), number, catalog.ENGINE)
+            finally:
+                self._remove_publication(identifier)
             return False
         self._remove_publication(identifier)
         log.info(
@@ -409,7 +428,7 @@ class PoolWriter:
                 self._remove(self.paths.dir / name.file)
 
     def _write(self, new: Catalog) -> None:
-        with self._lock:
+        with self.lock:
             self.catalog = self.page.write(new)
         self.bell.ring()
 
@@ -433,6 +452,15 @@ class PoolWriter:
 
 def _retired(generation: Generation, reason: str = "") -> Generation:
     return dataclasses.replace(generation, state=catalog.RETIRED, since=time.time(), reason=reason[:2000])
+
+
+def _without_what_it_led(before: Catalog, now: Catalog) -> Catalog:
+    """The catalog in which states went with the checkpoints that have, of those models whose newest has stayed."""
+    for model in before.models():
+        old, new = ([g for g in c.of_model(model, catalog.READY) if g.kind == catalog.CHECKPOINT] for c in (before, now))
+        if new and len(new) < len(old) and new[0].number == old[0].number:
+            now = _without_outlived(now, model)
+    return now
 
 
 def _without_outlived(now: Catalog, model: str) -> Catalog:

@@ -106,7 +106,7 @@ class Scrubber:
 
     def _quarantine(self, generation: Generation, damage: list[str]) -> None:
         some = "; ".join(damage[:3]) + (f"; and {len(damage) - 3} more" if len(damage) > 3 else "")
-        self._pool.retire(generation.number, f"damaged in memory: {some}")
+        self._pool.retire(generation.number, reason=f"damaged in memory: {some}")
         holders = ", ".join(self._holders(generation.number)) or "nobody"
         log.error(
             "%s, generation %d, is damaged in memory and is served no more: %s; attached to it: %s (restart them); if it "

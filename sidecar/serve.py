@@ -288,7 +288,14 @@ class Sidecar:
             if model.found is None:
                 log.warning("%s: %s; serving what the pool holds of it", model.name, model.reason)
                 model.generation, model.reason = item.generation.number, ""
-            elif (served := self._served(model, model.found)) is not None:
+                continue
+            try:
+                served = self._served(model, model.found)
+            except HandoffError as error:  # no room to write that down, say: what is there goes on meanwhile
+                self._failed(model, str(error))
+                model.generation, model.found = item.generation.number, None
+                continue
+            if served is not None:
                 log.info(
                     "adopted %s, generation %d, %s, in %.1f ms, without reading it",
                     model.name, served.number, gib(served.total), 1000 * (time.monotonic() - began),
@@ -328,17 +335,31 @@ class Sidecar:
             return
         retry = model.reason and now - model.tried_at > RETRY_EVERY
         if (model.seen_at > model.tried_at and now - model.seen_at >= SETTLE) or retry:
-            if self._open(model) and model.found is not None and self._served(model, model.found) is None:
-                self._enqueue(model, model.found)
+            self._see_to(model)
+
+    def _see_to(self, model: Model) -> None:
+        """Has what a model's files hold now served: a generation that is kept, or one to be loaded. What is in the way of that
+        becomes the model's reason, and is tried again."""
+        found = model.found if self._open(model) else None
+        if found is None:
+            return
+        try:
+            if self._served(model, found) is None:
+                self._enqueue(model, found)
+        except HandoffError as error:
+            self._failed(model, str(error))
 
     def _served(self, model: Model, found: Checkpoint) -> Generation | None:
         """The generation that is served if nothing needs to be loaded: the files are those of one that is kept, since nothing
         changed but a tokenizer's file, say, or since they were put back."""
-        for generation, contents in history.kept(self._pool, model.name):
-            if self._same_files(contents, found):
-                served = history.settle(self._pool, generation)
-                model.generation, model.evicted = served.number, False
-                self._pool.forget_failures(model.name)
+        kept = history.kept(self._pool, model.name)
+        for generation, contents in kept:
+            back = contents is kept[0][1] and history.gone_back(contents, found)
+            if back or self._same_files(contents, found):
+                with self._pool.lock:  # the loader may evict it at any time
+                    served = history.settle(self._pool, generation, back)
+                    model.generation, model.evicted = served.number, False
+                    self._pool.forget_failures(model.name)
                 return served
         return None
 
@@ -367,18 +388,38 @@ class Sidecar:
     def _work(self) -> None:
         with ThreadPoolExecutor(loader.THREADS, thread_name_prefix="ballast-read") as executor:
             while (item := self._queue.get()) is not None and not self._stop.is_set():
-                if isinstance(item, str):
-                    if self._pool.adopt_publication(item):
-                        self._pool.collect()
-                elif item.plan is not None:
-                    try:
-                        self._load(item, item.plan, executor)
-                    except Cancelled:
-                        break
-                    finally:
-                        item.tried_at = time.monotonic()
-                        item.plan = None
-                        self._buffers = threading.local()  # the threads stay, their buffers need not
+                try:
+                    if isinstance(item, str):
+                        self._adopt_publication(item)
+                    elif item.plan is not None:
+                        self._load_planned(item, item.plan, executor)
+                except Cancelled:
+                    break
+                except Exception as error:  # while a failure was being dealt with: the next item is another's
+                    log.error("%s: %s", item if isinstance(item, str) else item.name, error)
+                    log.debug("the whole story", exc_info=True)
+
+    def _adopt_publication(self, identifier: str) -> None:
+        try:
+            if self._pool.adopt_publication(identifier):
+                self._pool.collect()
+        except Exception:
+            self._queued.discard(identifier)  # what is left of it is met again
+            raise
+
+    def _load_planned(self, model: Model, planned: Plan, executor: ThreadPoolExecutor) -> None:
+        try:
+            self._load(model, planned, executor)
+        except Cancelled:
+            raise
+        except Exception as error:
+            if not model.evicted:
+                model.reason = model.reason or str(error)  # so that it is tried again
+            raise
+        finally:
+            model.tried_at = time.monotonic()
+            model.plan = None
+            self._buffers = threading.local()  # the threads stay, their buffers need not
 
     def _load(self, model: Model, planned: Plan, executor: ThreadPoolExecutor) -> None:
         """Makes the announced generation ready, or failed. Raises Cancelled."""
@@ -455,23 +496,30 @@ class Sidecar:
         def headers(of: Manifest) -> list[tuple[str, int, str]]:
             return [(shard.name, shard.identity.size, shard.identity.header) for shard in of.shards]
 
-        alike = [old for old in history.kept(self._pool, model.name) if headers(old[1]) == headers(contents)]
+        kept = history.kept(self._pool, model.name)
+        alike = [old for old in kept if headers(old[1]) == headers(contents)]
+        names = [row[:2] for row in history.files(contents)]
+        back = bool(kept) and [row[:2] for row in kept[0][1].over.get("files", ())] == names
         loaded = []
         for index, shard in enumerate(planned.found.shards):
-            if not alike:
+            if not alike and not back:
                 return False
             work = ShardLoader(shard, layouts[index], None, shard.path, self._stop, lambda _: None)
             loaded.append(work.load(executor, self._buffers))
             new = {t.entry.name: d for t, d in zip(layouts[index], loaded[-1].digests, strict=True)}
             alike = [old for old in alike if new == {row.name: row.digest for row in old[1].rows(old[1].shards[index])}]
-        if not alike:
+        now = completed(contents, layouts, loaded)
+        back = back and history.gone_back(kept[0][1], now)
+        if not alike and not back:
             return False
-        generation, old = alike[0]
-        renewed = dataclasses.replace(
-            completed(contents, layouts, loaded), generation=old.generation, created=old.created, inodes=old.inodes
-        )
-        self._pool.amend(renewed)
-        served = history.settle(self._pool, generation)
+        generation, old = kept[0] if back else alike[0]
+        if back:
+            self._pool.amend(dataclasses.replace(old, over={"content": now.content, "files": history.files(now)}))
+        else:
+            self._pool.amend(
+                dataclasses.replace(now, generation=old.generation, created=old.created, inodes=old.inodes, over=old.over)
+            )
+        served = history.settle(self._pool, generation, back)
         model.generation, model.reason, model.evicted = served.number, "", False
         self._pool.forget_failures(model.name)
         if served.number == generation.number:
@@ -483,10 +531,8 @@ class Sidecar:
         while not self._damaged.empty():
             generation = self._damaged.get()
             model = self.models.get(generation.model)
-            if model is None or generation.kind != catalog.CHECKPOINT or model.plan is not None or model.evicted:
-                continue
-            if self._open(model) and model.found is not None and self._served(model, model.found) is None:
-                self._enqueue(model, model.found)
+            if model is not None and generation.kind == catalog.CHECKPOINT and model.plan is None and not model.evicted:
+                self._see_to(model)
 
     # Requests, and what has to stay outside
 
@@ -517,11 +563,12 @@ class Sidecar:
 
     def _load_asked(self, model: Model) -> str:
         """Loads a model that is not in memory for want of room in the budget; others may go for it."""
-        if model.evicted and model.plan is None:
+        if model.plan is None and not self._pool.ready(model.name):
             model.asked = True
-            if not self._open(model) or model.found is None:
+            found = model.found if self._open(model) else None
+            if found is None:
                 raise HandoffError(model.reason)
-            self._enqueue(model, model.found)
+            self._enqueue(model, found)
             model.evicted = False
         return f"{model.name} is being loaded" if model.plan is not None else f"{model.name} is there"
 

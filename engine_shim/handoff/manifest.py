@@ -110,6 +110,7 @@ class Manifest:
     engine: Mapping[str, Any] = field(default_factory=dict)  # what an engine's state depends on
     inodes: tuple[int, ...] = ()  # of the segments, once complete: a segment under another's name is not that one
     devices: tuple[DeviceCopy, ...] = ()
+    over: Mapping[str, Any] = field(default_factory=dict)  # of a rollback: what the files hold; see sidecar.history
 
     @property
     def content(self) -> str:
@@ -164,7 +165,7 @@ def encode(manifest: Manifest) -> bytes:
                 "size": shard.identity.size,
                 "header": shard.identity.header,
                 "sample": shard.identity.sample,
-                "stat": _stat_row(shard.identity.stat),
+                "stat": stat_row(shard.identity.stat),
                 "metadata": shard.metadata,
                 "first": shard.first,
                 "count": shard.count,
@@ -176,6 +177,8 @@ def encode(manifest: Manifest) -> bytes:
     }
     if manifest.devices:  # otherwise the very bytes that a Ballast without device copies writes
         document["devices"] = [device_row(copy) for copy in manifest.devices]
+    if manifest.over:
+        document["over"] = manifest.over
     body = _dumps(document)
     return _HEADER.pack(MAGIC, FORMAT, 0, len(body), _digest(body)) + body
 
@@ -251,7 +254,8 @@ def _digest(body: bytes) -> bytes:
     return hashlib.blake2b(body, digest_size=32).digest()
 
 
-def _stat_row(stat: Optional[Stat]) -> Optional[list[int]]:
+def stat_row(stat: Optional[Stat]) -> Optional[list[int]]:
+    """A file's state as JSON has it."""
     return None if stat is None else [stat.dev, stat.ino, stat.size, stat.mtime_ns, stat.ctime_ns]
 
 
@@ -285,7 +289,16 @@ def _parse(raw: Any) -> Manifest:
         engine=raw["engine"],
         inodes=tuple(_inodes(raw.get("inodes", []), len(segments))),
         devices=tuple(parse_device(row, segments) for row in raw.get("devices", ())),
+        over=_parse_over(raw.get("over", {})),
     )
+
+
+def _parse_over(value: Any) -> Mapping[str, Any]:
+    _require(isinstance(value, dict) and value.keys() in ({"content", "files"}, set()), "over")
+    if value:
+        _require(isinstance(value["content"], str) and isinstance(value["files"], list), "over")
+        _require(all(isinstance(row, list) and len(row) == 3 for row in value["files"]), "files of over")
+    return dict(value)
 
 
 def _inodes(value: Any, count: int) -> list[int]:

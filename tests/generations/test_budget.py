@@ -137,6 +137,36 @@ def test_a_rollbacks_segments_count_once(shelf: Shelf) -> None:
     assert not shelf.gone and len(shelf.filled.pool.ready("a")) == 2
 
 
+def test_what_is_evicted_leaves_nothing_older_in_its_place(shelf: Shelf) -> None:
+    """An engine that is attached to older weights keeps them; who asks for the model by name does not get them."""
+    pool = shelf.filled.pool
+    held = attachment.Token.take(shelf.filled.paths, shelf.load("a").number, "a")
+    shelf.load("a", 2)
+    pinned = attachment.Token.take(shelf.filled.paths, shelf.load("b").number, "b")
+    shelf.room("c")
+    assert shelf.gone == ["a"]
+    assert not pool.ready("a")
+    assert shelf.filled.paths.segment(1, 0).exists()
+    for token in (held, pinned):
+        token.release()
+    pool.collect()
+    assert not shelf.filled.paths.segment(1, 0).exists()
+
+
+def test_what_was_rolled_back_to_is_not_evicted(shelf: Shelf) -> None:
+    """It is on no disk any more: what would be loaded in its place is what somebody went back from."""
+    from sidecar import history
+
+    for seed in (1, 2):
+        shelf.load("a", seed)
+    history.rollback(shelf.filled.pool, "a")
+    shelf.load("b")
+    for name in "cd":
+        shelf.load(name)
+    assert shelf.gone == ["b"], "after generation 2 of a, which nobody serves"
+    assert [g.number for g in shelf.filled.pool.ready("a")] == [3]
+
+
 def test_what_engines_publish_is_within_the_budget(filled: Loading, tmp_path: Path) -> None:
     shelf = Shelf(filled, tmp_path, 21 * MIB, ("a",))
     filled.pool.admit = filled._sidecar._admit

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,9 @@ from engine_shim.handoff import attachment
 from engine_shim.handoff.catalog import CHECKPOINT, ENGINE, FAILED, READY, RETIRED
 from engine_shim.handoff.errors import NotFound
 from engine_shim.handoff.names import PoolPaths
-from sidecar import history
+from sidecar import history, serve
+from sidecar.pool import PoolWriter
+from sidecar.scrub import Scrubber
 from tests.generations.parts import checkpoint
 from tests.generations.states import content, publish
 from tests.never_wrong import engine_side
@@ -127,6 +130,80 @@ def test_a_rollback_outlives_the_sidecar_and_ends_with_new_files(pool_paths: Poo
         del os.environ["BALLAST_POOL"]
 
 
+def gone_back(filled: Loading, folder: Path) -> Path:
+    """`m` leads to version 2, whose weights were rolled back from to those of version 1. Returns the link."""
+    for seed in (1, 2, 3):
+        checkpoint(folder / f"v{seed}", seed, SIZE)
+    link = folder / "m"
+    for version in (1, 2):
+        lead(link, version)
+        filled.load(link)
+    assert history.rollback(filled.pool, "m").number == 3
+    return link
+
+
+def lead(link: Path, version: int) -> None:
+    link.unlink(missing_ok=True)
+    link.symlink_to(link.with_name(f"v{version}"))
+
+
+def evicted(pool: PoolWriter) -> None:
+    pool.retire(2)
+    pool.collect()
+
+
+def damaged(pool: PoolWriter) -> None:
+    path = pool.paths.segment(2, 0)
+    path.chmod(0o600)
+    with open(path, "r+b") as file:
+        file.write(b"another byte or two")
+    path.chmod(0o400)
+    assert Scrubber(pool, 1.0, lambda _: None).round() == 1
+
+
+def lost(pool: PoolWriter) -> None:
+    pool.paths.segment(2, 0).unlink()
+
+
+@pytest.mark.parametrize("touched", [False, True], ids=["as_they_were", "touched"])
+@pytest.mark.parametrize("deed", [evicted, damaged, lost])
+def test_what_was_rolled_back_from_does_not_come_back(
+    filled: Loading, tmp_path: Path, deed: Callable[[PoolWriter], None], touched: bool
+) -> None:
+    """Whatever becomes of the generation itself, its files do not undo the rollback, now or with the next sidecar."""
+    link = gone_back(filled, tmp_path)
+    deed(filled.pool)
+    if touched:
+        os.utime(link / "model.safetensors")
+        model = serve.Model(link, "m")
+        for _ in range(2):  # once they were read, their state is known
+            if filled.look(model).generation is None:
+                filled.see_to(model)
+        assert model.generation == 3
+    assert filled.adopt(link)
+    assert held() == content(1, SIZE)
+    assert filled.pool.ready("m")[0].number == 3
+
+
+@pytest.mark.parametrize("between", [1, 3])
+def test_a_rollback_ends_with_other_files(filled: Loading, tmp_path: Path, between: int) -> None:
+    """Those that it went back to, too: after that the others are a new deployment."""
+    link = gone_back(filled, tmp_path)
+    for version in (between, 2):
+        lead(link, version)
+        filled.see_to(serve.Model(link, "m"))
+        assert held() == content(version, SIZE)
+
+
+def test_forward_again_is_no_rollback(filled: Loading, tmp_path: Path) -> None:
+    link = gone_back(filled, tmp_path)
+    assert history.rollback(filled.pool, "m").over == 0, "what the files hold is served"
+    for version in (2, 1):
+        lead(link, version)
+        filled.see_to(serve.Model(link, "m"))
+        assert held() == content(version, SIZE)
+
+
 def test_files_that_are_put_back_are_not_loaded_again(filled: Loading, tmp_path: Path) -> None:
     folder = checkpoint(tmp_path / "m", 1, SIZE)
     filled.load(folder)
@@ -149,11 +226,12 @@ def test_a_failure_is_over_once_the_files_are_back(filled: Loading, tmp_path: Pa
     filled.load(link)
     link.unlink()
     link.symlink_to("v2")
-    assert filled.look(link).found is None
+    model = serve.Model(link, "m")
+    assert filled.look(model).found is None
     assert [g.state for g in filled.pool.catalog.generations] == [READY, FAILED]
     link.unlink()
     link.symlink_to("v1")
-    assert filled.look(link).generation == 1
+    assert filled.look(model).generation == 1
     assert [g.state for g in filled.pool.catalog.generations] == [READY]
 
 
@@ -243,6 +321,36 @@ def test_a_state_that_an_engine_holds_stays_until_it_leaves(filled: Loading, tmp
     token.release()
     filled.pool.collect()
     assert not filled.paths.segment(state.number, 0).exists()
+
+
+def test_states_go_with_a_previous_generation_that_goes_first(filled: Loading, tmp_path: Path) -> None:
+    """For room, for damage, or since the next sidecar finds it in pieces. With the newest they stay: it is loaded again."""
+    folder = checkpoint(tmp_path / "m", 1, SIZE)
+    pool = filled.pool
+
+    def states() -> list[str]:
+        return sorted(g.key for g in pool.ready("m", ENGINE))
+
+    for seed in (1, 2, 3):
+        filled.load(checkpoint(folder, seed, SIZE))
+        assert pool.adopt_publication(publish(filled.paths, "m", f"of-{seed}"))
+    newest, previous = pool.ready("m")
+    pool.retire(newest.number)
+    assert states() == ["of-2", "of-3"]
+    filled.load(folder)
+    pool.retire(previous.number)
+    assert states() == ["of-3"]
+    filled.load(checkpoint(folder, 4, SIZE))
+    filled.paths.segment(pool.ready("m")[1].number, 0).unlink()
+    assert filled.adopt(folder)
+    assert states() == []
+
+
+def test_a_failure_is_over_once_another_publication_is_adopted(filled: Loading, tmp_path: Path) -> None:
+    filled.load(checkpoint(tmp_path / "m", 1, SIZE))
+    filled.pool.fail("m", "it was too large", kind=ENGINE)
+    assert filled.pool.adopt_publication(publish(filled.paths, "m", "k"))
+    assert [g.state for g in filled.pool.catalog.generations] == [READY, READY]
 
 
 def test_one_name_in_two_pools(pool_name: str, tmp_path: Path) -> None:

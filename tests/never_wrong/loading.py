@@ -37,25 +37,32 @@ class Loading:
             self.pool.drop(number)
         self.pool.unfinished.clear()
 
-    def look(self, path: Path, name: str = "m") -> serve.Model:
-        """As at a look at files that have changed: they cannot be read, or are what is kept, or else it is left at that."""
-        model = serve.Model(Path(path), name)
-        if self._sidecar._open(model) and model.found is not None:
-            self._sidecar._served(model, model.found)
+    def look(self, model: serve.Model) -> serve.Model:
+        """As at a look at files that have changed: they cannot be read, or are what is kept, or else are to be loaded."""
+        self._sidecar._see_to(model)
         return model
+
+    def see_to(self, model: serve.Model) -> None:
+        """The same, and loads them."""
+        if self.look(model).plan is not None:
+            self._load_next(model)
 
     def load(self, path: Path, name: str = "m") -> Generation:
         """Loads a checkpoint, as a new generation unless it is the one that is there. Returns the generation."""
         model = serve.Model(Path(path), name)
         assert self._sidecar._open(model) and model.found is not None, model.reason
         self._sidecar._enqueue(model, model.found)
-        assert model.plan is not None and self._sidecar._queue.get_nowait() is model
-        self._drop_unfinished()
-        self._sidecar._load(model, model.plan, self._executor)
+        self._load_next(model)
         assert model.generation is not None, model.reason
         generation = self.pool.catalog.get(model.generation)
         assert generation is not None
         return generation
+
+
+    def _load_next(self, model: serve.Model) -> None:
+        assert model.plan is not None and self._sidecar._queue.get_nowait() is model
+        self._drop_unfinished()
+        self._sidecar._load_planned(model, model.plan, self._executor)
 
 
 @contextmanager

@@ -12,18 +12,20 @@ from typing import Any
 import pytest
 
 from engine_shim.handoff import attachment, request
-from engine_shim.handoff.catalog import ENGINE
+from engine_shim.handoff.catalog import ENGINE, FAILED, READY
 from engine_shim.handoff.errors import HandoffError
 from engine_shim.handoff.names import PoolPaths
 from sidecar import history, serve
 from sidecar.pool import damaged
 from tests.conftest import left_behind
+from tests.crash.sequences import in_order
 from tests.generations.parts import checkpoint
 from tests.generations.states import publish
 from tests.never_wrong.loading import Loading, loading
 
 SIZE = 40_000
 CALLS = ("open", "pwrite", "pwritev", "posix_fallocate", "link")  # that may find a file system full
+NEW = ("open", "link")  # that make something; the control page has its room from the beginning
 LOOKS = ("open", "listdir")  # that take a descriptor
 
 
@@ -168,3 +170,66 @@ def test_no_descriptor_to_look_with(
     token.release()
     with loading(pool_paths):
         pass
+
+
+def test_the_loader_outlives_a_failure_to_tell_of_a_failure(
+    filled: Loading, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a descriptor for a while it loads and adopts nothing, and goes on once there are some."""
+    sidecar, pool = filled._sidecar, filled.pool
+    model = serve.Model(checkpoint(tmp_path / "m", 1, SIZE), "m")
+    published = publish(filled.paths, "other", "k", SIZE)
+    filled.look(model)
+    for item in (published, None):
+        sidecar._queue.put(item)
+    sidecar._queued.add(published)
+    with Full(monkeypatch, errno.EMFILE, LOOKS).at(1, lasting=True):
+        sidecar._work()
+    assert "too many open files" in model.reason and model.plan is None, "so it is tried again"
+    assert published not in sidecar._queued and not pool.ready("m")
+    filled.look(model)
+    for item in (published, None):
+        sidecar._queue.put(item)
+    sidecar._work()
+    assert [(g.model, g.state) for g in pool.catalog.generations] == [("m", READY), ("other", READY)]
+    pool.sweep()
+    assert not in_order(filled.paths, pool.catalog)
+
+
+def test_files_that_could_not_be_seen_to_are_looked_at_again(
+    filled: Loading, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What keeps a sidecar from going back to files that are back is the model's reason, and so it is tried again."""
+    link = tmp_path / "m"
+    contents = []
+    for seed in (1, 2):
+        link.unlink(missing_ok=True)
+        link.symlink_to(checkpoint(tmp_path / f"v{seed}", seed, SIZE))
+        contents.append(filled.load(link).content)
+    link.unlink()
+    link.symlink_to(tmp_path / "v1")
+    full = Full(monkeypatch, errno.ENOSPC, NEW)
+    turn = 0
+    while True:
+        turn += 1
+        model = serve.Model(link, "m")
+        with full.at(turn, lasting=False):
+            filled.look(model)
+        if full.count < turn:
+            break
+        assert model.reason and filled.pool.catalog.of_model("m")[0].reason == model.reason
+    served = filled.pool.ready("m")[0]
+    assert turn >= 3 and model.generation == served.number and served.content == contents[0]
+
+
+def test_a_sidecar_starts_although_it_cannot_write_down_what_has_changed(
+    filled: Loading, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = checkpoint(tmp_path / "m", 1, SIZE)
+    filled.load(folder)
+    (folder / "config.json").write_text("{}")
+    with Full(monkeypatch, errno.ENOSPC, NEW).at(1, lasting=True):
+        assert filled.adopt(folder)
+    assert [g.state for g in filled.pool.catalog.generations] == [READY, FAILED]
+    assert filled.look(serve.Model(folder, "m")).generation == 1
+    assert [g.state for g in filled.pool.catalog.generations] == [READY]
