@@ -5,6 +5,7 @@ Unlike the hooks, which fall back to the engine's own loading, these functions r
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from pathlib import Path
@@ -16,7 +17,7 @@ from engine_shim import device as devices
 from engine_shim import ladder, modules, onboard, state
 from engine_shim.handoff import catalog, identity
 from engine_shim.handoff.catalog import Catalog, Generation
-from engine_shim.handoff.errors import Mismatch, NotFound, NotReady
+from engine_shim.handoff.errors import HandoffError, Mismatch, NotFound, NotReady
 from engine_shim.handoff.manifest import Manifest
 from engine_shim.handoff.names import PoolPaths
 from engine_shim.handoff.publication import Publication
@@ -133,7 +134,8 @@ def check_checkpoint(contents: Manifest, checkpoint: Path) -> None:
         except OSError as error:
             raise Mismatch(f"{path}, which {contents.model!r} was loaded from, cannot be read: {error.strerror}") from None
         try:
-            identity.File(fd, path).check(shard.identity, [r.nbytes for r in rows], [r.start for r in rows])
+            sizes, starts = [row.nbytes for row in rows], [row.start for row in rows]
+            identity.File(fd, path).check(shard.identity, sizes, starts, source=contents.file(shard))
         finally:
             os.close(fd)
     if single:
@@ -162,17 +164,21 @@ def attach(
     Where the pool holds state that was published for this module's class, this torch and this `key`, that is used;
     otherwise the checkpoint's tensors by name, with the result of `load_state_dict`. Everything is checked before anything is
     touched: raises Mismatch, with the first difference, and leaves the module as it was, also where something outside the
-    module looks at its bytes. With a `device`, on that GPU, as with `open`.
+    module looks at its bytes. With a `checkpoint`, as with `open`, published state must be of just those weights. With a
+    `device`, on that GPU, as with `open`.
     """
     where = None if device is None else devices.gpu(device)
-    published = _published(module, name, pool, key, where)
+    published = _published(module, name, pool, key, checkpoint, where)
     _check_own(module)
-    if published is not None:
-        contents, segments = published
-        modules.restore(module, contents, segments)
-    else:
-        model = open(name, pool=pool, wait=wait, checkpoint=checkpoint, device=device)
-        modules.bind(module, model.tensors, model.name)
+    # In inference mode, too, the module's tensors become no inference tensors: with `load_state_dict` they do not.
+    with torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext():
+        if published is not None:
+            contents, segments = published
+            _check_memory(module)
+            modules.restore(module, contents, segments)
+        else:
+            model = open(name, pool=pool, wait=wait, checkpoint=checkpoint, device=device)
+            modules.bind(module, model.tensors, model.name)
     return module if where is None else module.to(devices.torch_device(where.ordinal))  # what was not bound follows
 
 
@@ -184,25 +190,49 @@ def _check_own(module: torch.nn.Module) -> None:
         raise Mismatch(f"{error}: let go of views of its tensors before attaching, or load it in the ordinary way") from None
 
 
+def _check_memory(module: torch.nn.Module) -> None:
+    """Raises Mismatch if others look at the module's bytes: what is bound takes their place."""
+    slots = list(modules.slots(modules.root(module)))
+    theirs = modules.elsewhere(slot.tensor for slot in slots)
+    for slot in slots:
+        if id(slot.tensor) in theirs:
+            raise Mismatch(
+                f"{slot.label} lies in memory that is shared with other processes, or an array's: attach first and share "
+                "afterwards, or load it in the ordinary way"
+            )
+
+
 def _published(
     module: torch.nn.Module,
     name: Optional[str],
     pool: Optional[str],
     key: Optional[Mapping[str, Any]],
+    checkpoint: Optional[PathLike],
     where: Optional[devices.Gpu],
 ) -> Optional[tuple[Manifest, Residency]]:
     view = ladder.pool(PoolPaths.from_environment(pool=pool))
     now = view.catalog()
     model = name or ladder.Settings.read().model or _only(now)
     wanted = modules.key_digest(modules.module_key(module, key))
+    contents_of = None if checkpoint is None else _contents_of(view, now, model, Path(checkpoint))
     for generation in now.of_model(model, catalog.READY):
-        if generation.kind == catalog.ENGINE and generation.key == wanted:
+        if generation.kind == catalog.ENGINE and generation.key == wanted and contents_of in (None, generation.content):
             try:
                 contents = view.manifest(generation)
                 return contents, ladder.residency(view, generation, contents, where)
             except NotFound:
                 continue
     return None
+
+
+def _contents_of(view: ladder.Pool, now: Catalog, model: str, checkpoint: Path) -> str:
+    """What the files at `checkpoint` hold, as the catalog has it; "?" if they are of no generation of the pool."""
+    for generation in now.of_model(model, catalog.READY):
+        if generation.kind == catalog.CHECKPOINT and generation.content:
+            with contextlib.suppress(HandoffError):
+                check_checkpoint(view.manifest(generation), checkpoint)
+                return generation.content
+    return "?"
 
 
 def publish(

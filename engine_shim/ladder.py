@@ -508,7 +508,7 @@ class _Search:
                     continue
                 sample = self._sample(generation, shard.segment, rows)
             try:
-                self.file.check(shard.identity, sizes, starts, sample)
+                self.file.check(shard.identity, sizes, starts, sample, contents.file(shard))
             except Mismatch as mismatch:
                 if self.reason is None:
                     self._note(mismatch)

@@ -8,6 +8,7 @@ weight: its parts are slots, and what it makes of them is compared, never stored
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import ctypes
 import dataclasses
@@ -15,11 +16,13 @@ import enum
 import hashlib
 import json
 import numbers
+import sys
 from dataclasses import dataclass
-from typing import AbstractSet, Any, Callable, Iterator, Mapping, Optional
+from typing import AbstractSet, Any, Callable, Iterable, Iterator, Mapping, Optional, Sequence
 
 import torch
 
+from engine_shim.handoff import maps
 from engine_shim.handoff.dtypes import BITS
 from engine_shim.handoff.errors import Damaged, Mismatch
 from engine_shim.handoff.manifest import Manifest
@@ -754,7 +757,7 @@ def bind(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor], model: st
                     "ordinary way and publish the module, then attach"
                 )
             objects.setdefault(id(slot.tensor), []).append(slot)
-    shared = _sharing(group[0].tensor for group in objects.values())
+    shared = _sharing(group[0].tensor for group in objects.values()) | elsewhere(group[0].tensor for group in objects.values())
     plan: list[tuple[list[Slot], torch.Tensor]] = []
     copies: list[tuple[torch.Tensor, torch.Tensor]] = []
     used = set()
@@ -858,6 +861,29 @@ def _sharing(tensors: Iterator[torch.Tensor]) -> set[int]:
         if span[0] != last[0] or span[2] > last[2]:
             last = span
     return found
+
+
+def elsewhere(tensors: Iterable[torch.Tensor]) -> set[int]:
+    """Which of these tensors have bytes that are not the module's alone: other processes share them, or they are an array's."""
+    found: set[int] = set()
+    theirs: Optional[list[tuple[int, int]]] = None
+    for tensor in tensors:
+        with contextlib.suppress(RuntimeError, NotImplementedError):  # without bytes of its own
+            storage = tensor.untyped_storage()
+            if tensor.device.type != "cpu" or not storage.nbytes() or (storage.resizable() and not tensor.is_shared()):
+                continue
+            if theirs is None:  # what is neither torch's own nor a private map of a file
+                theirs = sorted(maps.own_memory() + maps.shared_memory())
+            if within(storage, theirs):
+                found.add(id(tensor))
+    return found
+
+
+def within(storage: torch.UntypedStorage, memory: Sequence[tuple[int, int]]) -> bool:
+    """Whether a storage lies in one of these ranges of addresses, given in order."""
+    place = storage.data_ptr()
+    before = bisect.bisect_right(memory, (place, sys.maxsize)) - 1
+    return before >= 0 and bool(place + storage.nbytes() <= memory[before][1])
 
 
 def _alone(group: list[Slot]) -> bool:

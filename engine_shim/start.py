@@ -27,6 +27,7 @@ from engine_shim.handoff.names import PoolPaths
 from engine_shim.handoff.room import gib
 from engine_shim.ladder import Settings
 from engine_shim.state import Found, Keeper
+from engine_shim.weight_files import OTHER, Weights
 
 log = logging.getLogger("ballast")
 
@@ -56,14 +57,16 @@ class Start:
     variant = "final"  # post-processing of another variant has another result, from the same captured state
     gpu: Optional[device.Gpu] = None  # where the engine's weights are to lie; None for host memory
     remark = ""  # at the end of the line that says that an engine is attached
-    unchanged: Optional[Callable[[], bool]] = None  # whether the weight files are still those that the key tells of
 
     def __init__(
-        self, settings: Settings, engine: str, model: str, key: Mapping[str, Any], place: Place, paths: PoolPaths
+        self, settings: Settings, engine: str, weights: Weights, key: Mapping[str, Any], place: Place, paths: PoolPaths
     ) -> None:
         self.settings = settings
         self.engine = engine
-        self.name = model
+        self.name = weights.model
+        self.content = weights.content
+        # Whether the weight files are still those that the key tells of.
+        self.unchanged: Optional[Callable[[], bool]] = lambda: weights.unchanged(ladder.pool(paths))
         self.key = key
         self.place = place
         self.paths = paths
@@ -92,7 +95,7 @@ class Start:
             log.info("the pool holds no state of %s for this configuration yet%s", self.name, why)
 
     def _find(self) -> Optional[Found]:
-        return state.find(self.digest, self.label, self.paths, self.gpu)
+        return state.find(self.digest, self.label, self.paths, self.gpu, self.content)
 
     def levels(self, model: torch.nn.Module) -> Mapping[str, str]:
         """Path -> level of what is captured after post-processing. Raises Mismatch if `model` cannot be kept."""
@@ -215,13 +218,15 @@ class Start:
         description = keeper.finish(model, self.variant)
         if self.gpu is not None:
             description["gpu"] = self.gpu.uuid
+        if self.content not in ("", OTHER):
+            description["content"] = self.content
         self.keeper = None
         committed = threading.Event()
         reference = weakref.ref(model)
 
         def commit() -> None:
             try:
-                if state.exists(self.digest, self.paths):  # replicas that start together have the same state
+                if state.exists(self.digest, self.paths, self.content):  # replicas that start together have the same state
                     log.info("the state of %s is in pool %s by now: another start was quicker", self.name, self.paths.pool)
                     self.report("attached")
                     return

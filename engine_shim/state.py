@@ -94,14 +94,15 @@ class Found:
 
 
 def find(
-    key: str, engine: str = "", paths: Optional[PoolPaths] = None, where: Optional[device.Gpu] = None
+    key: str, engine: str = "", paths: Optional[PoolPaths] = None, where: Optional[device.Gpu] = None, content: str = ""
 ) -> Optional[Found]:
     """The newest ready state with this key, or None. Raises HandoffError if there is one that cannot be used.
 
-    With `where`, on that GPU: mapped where a copy lies there, else copied there.
+    With `content`, what the engine's weight files hold, a state that belongs to another is none: samples, which the key rests
+    on, may be alike. With `where`, on that GPU: mapped where a copy lies there, else copied there.
     """
     view = ladder.pool(paths)
-    fitting = [g for g in view.catalog().generations if _ready(g) and g.key == key]
+    fitting = [g for g in view.catalog().generations if _fits(g, key, content)]
     for generation in sorted(fitting, key=lambda g: -g.number):
         try:
             contents = view.manifest(generation)
@@ -117,9 +118,14 @@ def _ready(generation: Generation) -> bool:
     return generation.kind == catalog.ENGINE and generation.state == catalog.READY
 
 
-def exists(key: str, paths: Optional[PoolPaths] = None) -> bool:
-    """Whether the pool has a ready state with this key."""
-    return any(_ready(g) and g.key == key for g in ladder.pool(paths).catalog().generations)
+def _fits(generation: Generation, key: str, content: str) -> bool:
+    unlike = content and generation.content and content != generation.content
+    return _ready(generation) and generation.key == key and not unlike
+
+
+def exists(key: str, paths: Optional[PoolPaths] = None, content: str = "") -> bool:
+    """Whether the pool has a ready state with this key, of this content if both are known."""
+    return any(_fits(g, key, content) for g in ladder.pool(paths).catalog().generations)
 
 
 def lies_on(where: device.Gpu, paths: Optional[PoolPaths] = None) -> bool:
@@ -398,13 +404,13 @@ def _movable(tensor: torch.Tensor, memory: list[tuple[int, int]]) -> bool:
         return False
     try:
         storage = tensor.untyped_storage()
-        place, nbytes = storage.data_ptr(), storage.nbytes()
-        if nbytes < MOVED or not place or tensor.is_pinned() or not storage.resizable():  # that is somebody else's memory
+        if storage.nbytes() < MOVED or not storage.data_ptr() or tensor.is_pinned():
+            return False
+        if not storage.resizable():  # somebody else's memory
             return False
     except (RuntimeError, NotImplementedError):
         return False  # a wrapper around other tensors
-    before = bisect.bisect_right(memory, (place, sys.maxsize)) - 1
-    return before >= 0 and place + nbytes <= memory[before][1]
+    return modules.within(storage, memory)
 
 
 def _looking(group: list[Slot]) -> list[torch.Tensor]:

@@ -24,13 +24,18 @@ from engine_shim.handoff.names import check_model
 CONFIG_FILES = ("config.json", "hf_quant_config.json", "quantize_config.json", "quant_config.json", "params.json")
 
 
+OTHER = "?"  # a content that is no generation's
+
+
 @dataclass(frozen=True)
 class Weights:
-    """`digest` is equal for equal content, wherever it lies; `model` is the name that the pool has for it. It was taken of
-    `files`, as they were, or of a `generation` of the pool."""
+    """`digest` is equal for equal content, wherever it lies, as far as samples tell; `model` is the name that the pool has for
+    it. It was taken of `files`, as they were, or of a `generation` of the pool. `content` is the whole content as the catalog
+    has it, where that is known; OTHER where the files have taken the place of some that are."""
 
     digest: str
     model: str
+    content: str = ""
     files: tuple[tuple[str, Stat], ...] = ()
     generation: int = 0
 
@@ -52,9 +57,10 @@ def of_files(
 
     `more` is what else is to be in the digest. `model` (BALLAST_MODEL) wins over the name that the pool has for the files.
     """
-    known = _recorded(pool)
+    known, places = _recorded(pool)
     rows = []
     names = set()
+    contents: list[set[str]] = []
     states: list[tuple[str, Stat]] = []
     for file in files:
         fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
@@ -63,14 +69,26 @@ def of_files(
             found = known.get(states[-1][1])
             if found is None:
                 header, sample = _read_identity(fd, Path(file))
+                there = places.get(os.path.realpath(file))
+                contents.append({OTHER} if there is not None and there.dev == states[-1][1].dev else {""})
             else:
-                header, sample, name = found
+                header, sample, name, of = found
                 names.add(name)
+                contents.append(of)
             rows.append([os.path.basename(file), os.fstat(fd).st_size, header, sample])
         finally:
             os.close(fd)
     name = model or (names.pop() if len(names) == 1 else _name(folder))
-    return Weights(digest_of([sorted(rows), _configs(folder, code), *more]), name, tuple(states))
+    digest = digest_of([sorted(rows), _configs(folder, code), *more])
+    return Weights(digest, name, content_of(contents), tuple(states))
+
+
+def content_of(parts: Sequence[set[str]]) -> str:
+    """The content of all files, from what each may belong to."""
+    if any(OTHER in part for part in parts):
+        return OTHER
+    common = set.intersection(*parts) if parts else set()
+    return common.pop() if len(common) == 1 else ""
 
 
 def of_pool(folder: Path, code: bool, model: str, pool: ladder.Pool, more: Sequence[Any] = ()) -> Weights:
@@ -83,26 +101,31 @@ def of_pool(folder: Path, code: bool, model: str, pool: ladder.Pool, more: Seque
         if name in contents.config and file_digest(folder / name) != contents.config[name]:
             raise Mismatch(f"{folder / name} differs from the one that {model!r} was loaded with")
     rows = sorted([s.name, s.identity.size, s.identity.header, s.identity.sample] for s in contents.shards)
-    return Weights(digest_of([rows, _configs(folder, code), *more]), model, generation=ready[0].number)
+    return Weights(digest_of([rows, _configs(folder, code), *more]), model, ready[0].content, generation=ready[0].number)
 
 
 def _ready(model: str, pool: ladder.Pool) -> list[catalog.Generation]:
     return [g for g in pool.catalog().of_model(model, catalog.READY) if g.kind == catalog.CHECKPOINT]
 
 
-def _recorded(pool: ladder.Pool) -> dict[Stat, tuple[str, str, str]]:
-    """What the sidecar knows of files that were not written to since: state of a file -> header, sample, model."""
-    found: dict[Stat, tuple[str, str, str]] = {}
-    for generation in pool.catalog().generations:
+def _recorded(pool: ladder.Pool) -> tuple[dict[Stat, tuple[str, str, str, set[str]]], dict[str, Stat]]:
+    """What the sidecar knows of files that were not written to since: state of a file -> header, sample, model, the contents
+    that it is part of. And which file it read at each place."""
+    found: dict[Stat, tuple[str, str, str, set[str]]] = {}
+    places: dict[str, Stat] = {}
+    for generation in sorted(pool.catalog().generations, key=lambda g: g.number):
         if generation.kind == catalog.CHECKPOINT and generation.state == catalog.READY:
             try:
                 contents: Manifest = pool.manifest(generation)
             except HandoffError:
                 continue
             for shard in contents.shards:
-                if shard.identity.stat is not None:
-                    found[shard.identity.stat] = (shard.identity.header, shard.identity.sample, generation.model)
-    return found
+                known = shard.identity
+                if known.stat is not None:
+                    _, _, _, of = found.get(known.stat, ("", "", "", set()))
+                    found[known.stat] = (known.header, known.sample, generation.model, of | {generation.content})
+                    places[os.path.realpath(contents.file(shard))] = known.stat
+    return found, places
 
 
 def _read_identity(fd: int, path: Path) -> tuple[str, str]:

@@ -24,6 +24,7 @@ from typing import Any
 from engine_shim.handoff import attachment, catalog, holder, manifest, posix, publication, request, semaphores
 from engine_shim.handoff.catalog import Catalog, ControlPage, Generation
 from engine_shim.handoff.errors import Busy, Damaged, Foreign, HandoffError, NotFound
+from engine_shim.handoff.identity import DIGEST_BYTES
 from engine_shim.handoff.manifest import Manifest
 from engine_shim.handoff.names import PoolPaths
 from engine_shim.handoff.room import gib
@@ -232,9 +233,9 @@ class PoolWriter:
             manifest.write(whole, self.paths.manifest(contents.generation), self.paths.group)
             if generation.kind == catalog.CHECKPOINT:
                 content = whole.content
-            else:  # of the files that are served now: once they are not any more, the state goes with them
+            else:  # once that is not kept any more, the state goes with it
                 newest = self.ready(generation.model)
-                content = newest[0].content if newest else ""
+                content = _told_content(whole) or (newest[0].content if newest else "")
             made = dataclasses.replace(
                 generation, state=catalog.READY, done=generation.total, shards="", since=time.time(), content=content
             )
@@ -448,6 +449,12 @@ class PoolWriter:
             with contextlib.suppress(HandoffError):  # somebody may have damaged the page; it goes in any case
                 self._write(dataclasses.replace(self.catalog, generations=()))
             remove_objects(self.paths)
+
+
+def _told_content(publication: Manifest) -> str:
+    """What the engine says that its weight files held; it may not know."""
+    told = publication.state.get("content")
+    return told if isinstance(told, str) and len(told) == 2 * DIGEST_BYTES else ""
 
 
 def _retired(generation: Generation, reason: str = "") -> Generation:

@@ -1,8 +1,9 @@
 """What makes two checkpoint files the same, decided in milliseconds.
 
-A file is the one that the sidecar read if it is the very same inode, not written since; otherwise only if its size, its
-header and a *sample* of its content agree. Names, sizes and headers alone are not enough: a fine-tune has them in common
-with its base. The sample takes at least one block of every tensor, up to a budget, at places that follow from the
+A file is the one that the sidecar read if it is the very same inode, not written since; otherwise, if it is another copy,
+only if its size, its header and a *sample* of its content agree. Names, sizes and headers alone are not enough: a fine-tune has
+them in common with its base. What has taken the place of the file that was read is never a copy: whatever was changed in it,
+the sample may not show it. The sample takes at least one block of every tensor, up to a budget, at places that follow from the
 tensors' sizes alone, so that both sides choose the same.
 """
 
@@ -54,6 +55,13 @@ class Stat:
         """Whether a write from `now_ns` on would certainly show in the times."""
         coarse = self.mtime_ns % 1_000_000_000 == self.ctime_ns % 1_000_000_000 == 0
         return max(self.mtime_ns, self.ctime_ns) + (COARSE_TICK_NS if coarse else TICK_NS) < now_ns
+
+
+def replaced(path: Path, here: Stat, source: Optional[Path], there: Optional[Stat]) -> bool:
+    """Whether the file at `path` is what has become of the one that was read at `source`: written to, or in its place."""
+    if there is None or here == there or here.dev != there.dev:  # on another file system it is another copy
+        return False
+    return here.ino == there.ino or (source is not None and os.path.realpath(path) == os.path.realpath(source))
 
 
 def sample_plan(sizes: Sequence[int]) -> list[tuple[int, int, int]]:
@@ -129,9 +137,14 @@ class File:
         return self._header
 
     def check(
-        self, known: FileIdentity, sizes: Sequence[int], starts: Sequence[int], sample: Optional[str] = None
+        self,
+        known: FileIdentity,
+        sizes: Sequence[int],
+        starts: Sequence[int],
+        sample: Optional[str] = None,
+        source: Optional[Path] = None,
     ) -> None:
-        """Raises Mismatch unless the file holds what the sidecar read.
+        """Raises Mismatch unless the file holds what the sidecar read, at `source`.
 
         `sizes` and `starts` (bytes, from the beginning of the data area) are its tensors', in file order; `sample`
         replaces the recorded one where that is not there yet.
@@ -141,7 +154,9 @@ class File:
             return
         if here.size != known.size:
             raise Mismatch(f"{self.path} has {here.size} bytes and the pool's has {known.size}")
-        if there is not None and (here.dev, here.ino) == (there.dev, there.ino):
+        if replaced(self.path, here, source, there):
+            if there is not None and here.ino != there.ino:
+                raise Mismatch(f"{self.path} took the place of what the sidecar read; the sidecar will read it again")
             raise Mismatch(f"{self.path} was written to after the sidecar read it; the sidecar will read it again")
         header, length = self.header
         if header != known.header:

@@ -123,6 +123,11 @@ class Manifest:
             parts.extend((row.digest or "").encode() for row in self.rows(shard))
         return digest_of(*parts)
 
+    def file(self, shard: Shard) -> Path:
+        """Where the sidecar read a checkpoint file. What it serves may be a directory, one file of it, or its index."""
+        source = Path(self.source)
+        return (source.parent if source.suffix in (".safetensors", ".json") else source) / shard.name
+
     @functools.cached_property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors)

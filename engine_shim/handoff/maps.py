@@ -11,7 +11,7 @@ import ctypes
 import mmap
 import os
 import weakref
-from typing import Any
+from typing import Any, Callable
 
 from engine_shim.handoff.errors import HandoffError
 from engine_shim.handoff.posix import PAGE
@@ -99,17 +99,27 @@ def populate(buffer: Buffer) -> None:
 
 
 def own_memory() -> list[tuple[int, int]]:
-    """Where memory is that is this process's alone, and of no file, as (start, end) in order: proc_pid_maps(5).
+    """Where memory is that is this process's alone, and of no file, as (start, end) in order.
 
     There, and nowhere else, a page that is not in memory has never been written to, and reads as zeros. Empty where the kernel
     does not tell.
     """
+    return _ranges(lambda permissions, inode: permissions[3] == "p" and inode == "0")
+
+
+def shared_memory() -> list[tuple[int, int]]:
+    """Where memory is that other processes may see change, as (start, end) in order. Empty where the kernel does not tell."""
+    return _ranges(lambda permissions, inode: permissions[3] == "s")
+
+
+def _ranges(wanted: Callable[[str, str], bool]) -> list[tuple[int, int]]:
+    """What proc_pid_maps(5) has of one kind; neighbours are joined."""
     found: list[tuple[int, int]] = []
     try:
         with open("/proc/self/maps", encoding="utf-8", errors="replace") as file:
             for line in file:
                 addresses, permissions, _, _, inode = line.split(None, 5)[:5]
-                if permissions[3] == "p" and inode == "0":
+                if wanted(permissions, inode):
                     start, end = (int(part, 16) for part in addresses.split("-"))
                     if found and found[-1][1] == start:
                         start = found.pop()[0]

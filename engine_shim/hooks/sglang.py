@@ -400,9 +400,7 @@ class _Step:
         weights = _weights(self.loader, self.model_config, model, self.settings, pool)
         full = key(model, self.model_config, self.loader.load_config, weights.digest)
         place = _place(self.model_config, self.loader.load_config)
-        begun = _Start(self.settings, weights.model, full, place, paths, self.maps)
-        begun.unchanged = lambda: weights.unchanged(pool)
-        return begun
+        return _Start(self.settings, weights, full, place, paths, self.maps)
 
     def _tell(self, model: torch.nn.Module, stage: str) -> None:
         if parity.wanted():
@@ -437,13 +435,13 @@ class _Start(Start):
     """The start of one model in one rank of SGLang."""
 
     def __init__(
-        self, settings: Settings, model: str, key: Mapping[str, Any], place: Place, paths: PoolPaths, maps: bool
+        self, settings: Settings, weights: Weights, key: Mapping[str, Any], place: Place, paths: PoolPaths, maps: bool
     ) -> None:
         self.gpu = sglang_device.gpu_or_none()
         self.number = 0  # of the generation that is mapped
         self.freed = 0  # bytes of the GPU that were a copy's when SGLang measured them, and are the engine's own now
         self._maps = maps
-        super().__init__(settings, ENGINE, model, key, place, paths)
+        super().__init__(settings, ENGINE, weights, key, place, paths)
 
     def _look(self) -> None:
         super()._look()
@@ -452,7 +450,7 @@ class _Start(Start):
 
     def _find(self) -> Optional[Found]:
         if not self._maps or self.gpu is None:
-            return state.find(self.digest, self.label, self.paths)
+            return state.find(self.digest, self.label, self.paths, content=self.content)
         found = super()._find()
         if found is None or not isinstance(found.segments, Uploaded):
             self.number = found.generation.number if found is not None else 0
@@ -515,7 +513,8 @@ def _weights(
     if len(parts) == 1:
         return parts[0]
     files = tuple(file for part in parts for file in part.files)
-    return Weights(digest_of([part.digest for part in parts]), parts[0].model, files)
+    content = weight_files.content_of([{part.content} for part in parts])
+    return Weights(digest_of([part.digest for part in parts]), parts[0].model, content, files)
 
 
 def _place(model_config: Any, load_config: Any) -> Place:

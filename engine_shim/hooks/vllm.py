@@ -228,8 +228,7 @@ class _Start(start.Start, _Step):
             vllm_device.check(vllm_config)
         self.eager = bool(vllm_config.model_config.enforce_eager)
         self._undo: list[Callable[[], None]] = []
-        self.unchanged = lambda: weights.unchanged(pool)
-        super().__init__(settings, "vLLM", weights.model, found, place, paths)
+        super().__init__(settings, "vLLM", weights, found, place, paths)
 
     def weights(self, model: torch.nn.Module, by_engine: Callable[[], Any]) -> Any:
         """Binds, or loads and keeps; then sees to it that what was captured after post-processing is so only once."""

@@ -18,7 +18,10 @@ from rich.console import Console
 
 from sidecar import demo
 from tests.conftest import left_behind
+from tests.never_wrong.fixtures import filled, lines
 from tests.processes import ROOT, Sidecar, environment
+
+__all__ = ["filled", "lines"]
 
 RANDOM = ("llama-tied", "llama-shards", "pipeline")
 KINDS = (*RANDOM, "minilm", "smollm2")

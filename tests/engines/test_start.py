@@ -11,13 +11,15 @@ import pytest
 import torch
 
 from engine_shim import ladder, state, weight_files
-from engine_shim.handoff.catalog import READY
+from engine_shim.handoff.catalog import ENGINE, READY
 from engine_shim.handoff.names import PoolPaths
 from engine_shim.ladder import Settings
 from engine_shim.start import Place, Start
+from engine_shim.weight_files import OTHER
 from tests.checkpoints import Checkpoint, entry
 from tests.conftest import left_behind
 from tests.generations.states import publish
+from tests.never_wrong.loading import Loading
 from tests.processes import Sidecar
 
 COUNT = 1 << 16
@@ -51,9 +53,7 @@ def begin(paths: PoolPaths, folder: Path) -> Start:
     else:
         weights = weight_files.of_pool(folder, False, "model", pool)
     settings = Settings(paths.pool, None, "auto", 5, True)
-    begun = Start(settings, "Mine", "model", {"version": "1", "checkpoint": weights.digest}, Place(), paths)
-    begun.unchanged = lambda: weights.unchanged(pool)
-    return begun
+    return Start(settings, "Mine", weights, {"version": "1", "checkpoint": weights.digest}, Place(), paths)
 
 
 def run(begun: Start, model: Model, load: Callable[[], None]) -> None:
@@ -162,3 +162,56 @@ def test_what_the_sidecar_refuses(pool_name: str, tmp_path: Path, caplog: pytest
         [line] = [text for text in caplog.messages if "is not in service" in text]
         assert "the sidecar refused the publication: 'model' needs" in line
         sidecar.interrupt()
+
+
+def test_weights_that_differ_where_no_sample_looks(filled: Loading, tmp_path: Path) -> None:
+    """The key of their states is one, and whose state it is decides, as far as the sidecar knows the engine's files."""
+    folder, aside = tmp_path / "model", tmp_path / "aside"
+    for place in (folder, aside):
+        place.mkdir()
+    Checkpoint({"x": entry("BF16", (4000, 512))}).write(folder / "model.safetensors")
+    filled.load(folder, "model")
+    first = started(filled, folder)
+    assert first.found is None and first.content == filled.pool.ready("model")[0].content
+    assert started(filled, folder).found is not None
+
+    data = bytearray((folder / "model.safetensors").read_bytes())
+    data[-777 * 1024] ^= 1
+    (aside / "model.safetensors").write_bytes(data)
+    assert started(filled, aside).found is not None, "a copy, as far as samples tell"
+    (aside / "model.safetensors").rename(folder / "model.safetensors")
+    early = begin(filled.paths, folder)  # before the sidecar has looked
+    assert early.digest == first.digest and early.content == OTHER and early.found is None
+    filled.load(folder, "model")
+    assert started(filled, folder).found is None
+    [state_of_new] = filled.pool.ready("model", ENGINE)
+    assert state_of_new.content == filled.pool.ready("model")[0].content
+    assert started(filled, folder).found is not None
+
+
+def started(filled: Loading, folder: Path) -> Start:
+    """One start, and what it published is adopted."""
+    begun, model = begin(filled.paths, folder), Model()
+    run(begun, model, model.load)
+    for identifier in filled.pool.publications():
+        assert filled.pool.adopt_publication(identifier)
+    return begun
+
+
+def test_a_state_belongs_to_what_its_engine_read(filled: Loading, tmp_path: Path) -> None:
+    """Not to what was newest when it was adopted."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    Checkpoint({"x": entry("F32", (COUNT,))}).write(folder / "model.safetensors")
+    filled.load(folder, "model")
+    begun, model = begin(filled.paths, folder), Model()
+    run(begun, model, model.load)
+    old = filled.pool.ready("model")[0].content
+    for seed in (2, 3):
+        Checkpoint({"x": entry("F32", (COUNT,), seed)}).write(folder / "new")
+        (folder / "new").rename(folder / "model.safetensors")
+        filled.load(folder, "model")
+        for identifier in filled.pool.publications():
+            assert filled.pool.adopt_publication(identifier)
+            assert [g.content for g in filled.pool.ready("model", ENGINE)] == [old]
+    assert not filled.pool.ready("model", ENGINE)

@@ -239,3 +239,76 @@ def test_torchs_own_hooks_are_no_obstacle(filled: Loading, folder: Path) -> None
     module = made()
     engine_shim.attach(module, "m")
     assert all(same(tensor, module.state_dict()[name]) for name, tensor in source.state_dict().items())
+
+
+def shared() -> nn.Module:
+    return nn.Linear(64, 64).share_memory()
+
+
+def an_array() -> nn.Module:
+    module = nn.Linear(64, 64)
+    module.weight = nn.Parameter(torch.from_numpy(torch.rand(64, 64).numpy()))
+    return module
+
+
+@pytest.mark.parametrize("make", [shared, an_array])
+def test_others_who_look_at_the_bytes_go_on_seeing_them(
+    filled: Loading, linear: dict[str, torch.Tensor], make: Callable[[], nn.Module]
+) -> None:
+    """Another process, or the owner of an array: by name they get the bytes, and a published state takes nothing from them."""
+    module = make()
+    place = module.weight.data_ptr()
+    engine_shim.attach(module, "m")
+    assert module.weight.data_ptr() == place and same(module.weight, linear["weight"])
+
+    engine_shim.publish(nn.Linear(64, 64), "m")
+    assert all(map(filled.pool.adopt_publication, filled.pool.publications()))
+    before = all_of(module)
+    with pytest.raises(Mismatch, match=r"weight lies in memory that is shared with .* or an array's: attach first"):
+        engine_shim.attach(module, "m")
+    assert all_of(module) == before
+    engine_shim.attach(nn.Linear(64, 64), "m")
+    attached = engine_shim.attach(nn.Linear(64, 64), "m")
+    engine_shim.attach(attached, "m")  # what is bound already is ours to exchange
+
+
+@pytest.mark.parametrize("published", [False, True])
+def test_in_inference_mode(filled: Loading, linear: dict[str, torch.Tensor], published: bool) -> None:
+    plain, ours = nn.Linear(64, 64), nn.Linear(64, 64)
+    if published:
+        engine_shim.publish(nn.Linear(64, 64), "m")
+        assert all(map(filled.pool.adopt_publication, filled.pool.publications()))
+    with torch.inference_mode():
+        plain.load_state_dict(linear)
+        engine_shim.attach(ours, "m")
+    assert [p.is_inference() for p in plain.parameters()] == [p.is_inference() for p in ours.parameters()] == [False, False]
+    ours(torch.rand(2, 64)).sum().backward()
+
+
+def test_a_state_of_other_weights_than_the_checkpoints(
+    filled: Loading, folder: Path, linear: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    """Who names the checkpoint gets its weights, whatever was published before."""
+    engine_shim.publish(engine_shim.attach(nn.Linear(64, 64), "m"), "m")
+    assert all(map(filled.pool.adopt_publication, filled.pool.publications()))
+    state = filled.pool.ready("m", "engine")[0].number
+
+    def taken(**more: Any) -> tuple[bool, float]:
+        module = engine_shim.attach(nn.Linear(64, 64), "m", **more)
+        with open("/proc/self/maps") as maps:
+            mapped = f".g{state}." in maps.read()
+        value = float(module.weight.detach()[0, 0])
+        del module
+        return mapped, value
+
+    old = float(linear["weight"][0, 0])
+    assert taken(checkpoint=folder) == (True, old)
+    Checkpoint({"weight": entry("F32", (64, 64), 3), "bias": entry("F32", (64,), 4)}).write(folder / "new")
+    (folder / "new").rename(folder / "model.safetensors")
+    filled.load(folder)
+    new = float(safetensors.torch.load_file(folder / "model.safetensors")["weight"][0, 0])
+    assert new != old
+    assert taken() == (True, old), "without, a state of its class and key is taken, as documented"
+    assert taken(checkpoint=folder)[1] == new
+    with pytest.raises(Mismatch, match="cannot be read"):
+        taken(checkpoint=tmp_path / "nowhere")

@@ -246,11 +246,29 @@ def test_a_file_changed_after_it_was_loaded(filled: Loading, base: Path, lines: 
     filled.load(base.parent)
     assert served(base)
     change(base)
-    refused(base, lines, "other content" if change is replaced else "written to after the sidecar read it")
+    refused(base, lines, "took the place of" if change is replaced else "written to after the sidecar read it")
     with pytest.raises(Mismatch):
         engine_shim.open("m", checkpoint=base.parent)
     assert filled.load(base.parent).number == 2
     assert served(base)
+
+
+def test_a_change_where_no_sample_looks(filled: Loading, tmp_path: Path, lines: Lines) -> None:
+    """One token's vector, in a file that takes the place of the served one. In a copy elsewhere it would not be noticed."""
+    path = tmp_path / "m" / "model.safetensors"
+    path.parent.mkdir()
+    Checkpoint({"embed": entry("BF16", (4000, 512)), "norm": entry("F32", (8,))}).write(path)
+    filled.load(path.parent)
+    again = tmp_path / "again"
+    shutil.copy(path, again)
+    flip(again, os.path.getsize(again) - 777 * 1024)
+    assert type(OURS(again, "pt")) is OURS
+    os.rename(again, path)
+    refused(path, lines, "took the place of what the sidecar read; the sidecar will read it again")
+    with pytest.raises(Mismatch, match="took the place of"):
+        engine_shim.open("m", checkpoint=path.parent)
+    assert filled.load(path.parent).number == 2
+    assert served(path)
 
 
 @pytest.mark.parametrize("change", [in_place, rewritten])

@@ -162,7 +162,7 @@ def test_new_weights_at_the_same_path(pool_name: str, tmp_path: Path, folder: Pa
         # At once, long before the sidecar has loaded them, nobody is given the old for the new.
         with Engine(pool_name, BALLAST_WAIT="0") as early:
             assert load_all(early, folder) == new
-            assert len(early.lines) == 1 and "other content" in early.lines[0]
+            assert len(early.lines) == 1 and "took the place of what the sidecar read" in early.lines[0]
 
         generation = sidecar.ready("model", above=1)
         with Engine(pool_name) as after:
