@@ -32,6 +32,7 @@ from sidecar import loader
 log = logging.getLogger("ballast")
 
 _REACHABLE = 10**12  # generations; one every second for thirty thousand years
+SCRUBBER = "ballast scrub"  # what the scrubber's attachments say they are of
 KEPT = 2  # ready generations of a model: the one served, and the one before, for those who want to go back
 GUARD_TIMEOUT = 5.0
 _NICE = 10  # of who digests a publication: a tenth of a processor that others want, all of one that nobody does
@@ -332,6 +333,11 @@ class PoolWriter:
     def held(self) -> set[int]:
         """The generations that a living engine is attached to; all of them while there is a record that cannot be read."""
         found = {record.generation for record in attachment.alive(self.paths)}
+        return {g.number for g in self.catalog.generations} if -1 in found else found
+
+    def used(self) -> set[int]:
+        """As `held`, without the scrubber's record: it reads whatever there is, and lets go of what is retired."""
+        found = {record.generation for record in attachment.alive(self.paths) if record.engine != SCRUBBER}
         return {g.number for g in self.catalog.generations} if -1 in found else found
 
     def collect(self) -> int:

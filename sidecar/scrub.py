@@ -84,11 +84,12 @@ class Scrubber:
             ahead = done / self._rate - (time.monotonic() - began)
             if ahead > 0:
                 self._stop.wait(ahead)
-            if self._stop.is_set():
+            now = self._pool.catalog.get(generation.number)
+            if self._stop.is_set() or now is None or now.state != catalog.READY:  # its memory is wanted for something else
                 raise _Stopped
 
         paths = self._pool.paths
-        token = attachment.Token.take(paths, generation.number, generation.model, "ballast scrub")
+        token = attachment.Token.take(paths, generation.number, generation.model, pools.SCRUBBER)
         try:
             now = self._pool.catalog.get(generation.number)
             if now is None or now.state != catalog.READY:
@@ -122,4 +123,4 @@ class Scrubber:
 
 
 class _Stopped(Exception):
-    """The sidecar ends."""
+    """The sidecar ends, or the generation was taken out of service meanwhile."""
