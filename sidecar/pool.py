@@ -276,11 +276,20 @@ class PoolWriter:
             self._write(self._with_newest(made))
             return made
 
-    def amend(self, contents: Manifest) -> None:
-        """Replaces a ready generation's manifest by one that differs in what is not its table of tensors."""
+    def amend(self, number: int, change: Callable[[Manifest], Manifest]) -> os.stat_result:
+        """Replaces a ready generation's manifest by what `change` makes of it, which differs in what is not its table of
+        tensors. Says what is there now. Raises NotFound if the generation is not ready.
+
+        In one go, since several threads amend, each another part: whoever has read it before would undo the others' changes.
+        """
+        path = self.paths.manifest(number)
         with self._lock:
-            manifest.write(contents, self.paths.manifest(contents.generation), self.paths.group)
+            generation = self.catalog.get(number)
+            if generation is None or generation.state != catalog.READY:
+                raise NotFound(f"generation {number} is not there any more: see 'ballast status'")
+            manifest.write(change(manifest.read(path)), path, self.paths.group)
             self._write(self.catalog)
+            return posix.status(path)
 
     def fail(
         self, model: str, reason: str, number: int | None = None, kind: str = catalog.CHECKPOINT, evicted: bool = False

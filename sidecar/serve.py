@@ -349,7 +349,10 @@ class Sidecar:
         if recorded != [(shard.name, shard.header_digest, shard.stat) for shard in found.shards]:
             return False
         if contents.config != found.config:
-            self._pool.amend(dataclasses.replace(contents, config=dict(found.config)))
+            try:
+                self._pool.amend(contents.generation, lambda now: dataclasses.replace(now, config=dict(found.config)))
+            except NotFound:  # taken out of service meanwhile
+                return False
         return True
 
     def _enqueue(self, model: Model, found: Checkpoint) -> None:
@@ -466,11 +469,19 @@ class Sidecar:
             alike = [old for old in alike if new == {row.name: row.digest for row in old[1].rows(old[1].shards[index])}]
         if not alike:
             return False
-        generation, old = alike[0]
-        renewed = dataclasses.replace(
-            completed(contents, layouts, loaded), generation=old.generation, created=old.created, inodes=old.inodes
-        )
-        self._pool.amend(renewed)
+        generation, _ = alike[0]
+        record = completed(contents, layouts, loaded)
+
+        def renewed(now: Manifest) -> Manifest:
+            # What is said of the memory stays: the table, the inodes, copies on GPUs.
+            both = zip(now.shards, record.shards, strict=True)
+            shards = tuple(dataclasses.replace(shard, identity=new.identity) for shard, new in both)
+            return dataclasses.replace(now, source=record.source, config=record.config, shards=shards)
+
+        try:
+            self._pool.amend(generation.number, renewed)
+        except NotFound:  # taken out of service meanwhile
+            return False
         served = history.settle(self._pool, generation)
         model.generation, model.reason, model.evicted = served.number, "", False
         self._pool.forget_failures(model.name)
