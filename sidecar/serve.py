@@ -159,6 +159,7 @@ class Sidecar:
         self._queue: queue.Queue[Model | str | None] = queue.Queue()  # models to load, publications to adopt
         self._queued: set[str] = set()  # publications met so far; one that cannot be removed is refused only once
         self._buffers = threading.local()
+        self._answers: dict[str, tuple[bool, str]] = {}  # to requests that were carried out, while they are there
 
     # Life
 
@@ -503,17 +504,28 @@ class Sidecar:
 
     def _answer(self) -> None:
         """Does what commands ask for."""
+        there = [identifier for identifier in self._answers if self.paths.request(identifier).exists()]
+        self._answers = {identifier: self._answers[identifier] for identifier in there}
         for asked in request.pending(self.paths):
-            model = self.models.get(asked.model)
+            # Never twice: a rollback that is done again goes forward. Where the answer cannot be written, that comes later.
+            if asked.identifier not in self._answers:
+                self._answers[asked.identifier] = self._carry_out(asked)
             try:
-                if asked.verb not in request.VERBS:
-                    raise HandoffError(f"this sidecar does not know what {asked.verb!r} is: use one version for all")
-                if model is None:
-                    raise NotFound(f"this sidecar does not serve {asked.model!r}: it serves {', '.join(sorted(self.models))}")
-                text = self._roll_back(model) if asked.verb == request.ROLLBACK else self._load_asked(model)
-                request.answer(self.paths, asked, True, text)
+                request.answer(self.paths, asked, *self._answers[asked.identifier])
             except HandoffError as error:
-                request.answer(self.paths, asked, False, str(error))
+                log.warning("what was asked of %s, to %s it, cannot be answered yet: %s", asked.model, asked.verb, error)
+
+    def _carry_out(self, asked: request.Request) -> tuple[bool, str]:
+        """Whether it is done, and the sentence that says so, or why not."""
+        model = self.models.get(asked.model)
+        try:
+            if asked.verb not in request.VERBS:
+                raise HandoffError(f"this sidecar does not know what {asked.verb!r} is: use one version for all")
+            if model is None:
+                raise NotFound(f"this sidecar does not serve {asked.model!r}: it serves {', '.join(sorted(self.models))}")
+            return True, self._roll_back(model) if asked.verb == request.ROLLBACK else self._load_asked(model)
+        except HandoffError as error:
+            return False, str(error)
 
     def _roll_back(self, model: Model) -> str:
         before = self._pool.ready(model.name)
