@@ -500,7 +500,8 @@ class _Search:
             rows = sorted(contents.rows(shard), key=lambda row: row.start)
             sizes, starts = [row.nbytes for row in rows], [row.start for row in rows]
             sample = None
-            if not contents.complete:
+            # The manifest is complete a moment before the catalog says ready, and stays so if the sidecar dies between the two.
+            if generation.state == catalog.LOADING or not contents.complete:
                 if self.file.header[0] != shard.identity.header:
                     continue
                 if not generation.shard_done(shard.segment):

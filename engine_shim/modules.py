@@ -870,7 +870,7 @@ def elsewhere(tensors: Iterable[torch.Tensor]) -> set[int]:
     for tensor in tensors:
         with contextlib.suppress(RuntimeError, NotImplementedError):  # without bytes of its own
             storage = tensor.untyped_storage()
-            if tensor.device.type != "cpu" or not storage.nbytes() or (storage.resizable() and not tensor.is_shared()):
+            if tensor.device.type != "cpu" or not storage.nbytes() or (storage.resizable() and not storage.is_shared()):
                 continue
             if theirs is None:  # what is neither torch's own nor a private map of a file
                 theirs = sorted(maps.own_memory() + maps.shared_memory())

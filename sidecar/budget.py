@@ -34,6 +34,9 @@ def parse_size(text: str) -> int:
     return int(float(found["number"]) * (1 << _UNITS[found["unit"].upper()]))
 
 
+_LET_GO = 2.0  # seconds that the scrubber is waited for, which lets go after each block; it runs when nobody else does
+
+
 class Postponed(NoRoom):
     """There would be room if others went, and this is not important enough for that."""
 
@@ -65,7 +68,7 @@ class Budget:
         """Notes who is in use now. Called a few times a second; a use that falls between two looks is not seen."""
         if self.limit is not None:
             now = time.time()
-            self._used.update(dict.fromkeys(pool.held(), now))
+            self._used.update(dict.fromkeys(pool.used(), now))
             listed = {generation.number for generation in pool.catalog.generations}
             self._used = {number: when for number, when in self._used.items() if number in listed}
 
@@ -90,8 +93,8 @@ class Budget:
         label = f"{model!r}"
         if self.limit is not None and needed > self.limit:
             raise NoRoom(f"{label} needs {gib(needed)} and --max-bytes allows the whole pool {gib(self.limit)}: raise it")
-        pool.collect()
-        held = pool.held()
+        _free(pool)
+        held = pool.used()
         holding = _holding(pool)
         free = room(pool.paths.dir).bytes
         going: list[Generation] = []
@@ -129,7 +132,7 @@ class Budget:
                     "%s, generation %d, is evicted for %s: nobody is attached to it, and it was used least recently",
                     generation.model, generation.number, label,
                 )  # fmt: skip
-        pool.collect()
+        _free(pool)
         room(pool.paths.dir).require(needed - there, label)
 
     def _candidates(self, pool: PoolWriter, model: str, held: set[int]) -> list[Generation]:
@@ -161,6 +164,17 @@ class Budget:
             f"{label} needs {gib(needed)}, and of --max-bytes {gib(self.limit or 0)} the pool holds {gib(holding.bytes())}: "
             f"{', '.join(parts) or 'nothing'}; raise it, stop an engine, or pin less"
         )
+
+
+def _free(pool: PoolWriter) -> None:
+    """Frees what is retired, also what the scrubber has yet to let go of. Engines are not waited for."""
+    deadline = time.monotonic() + _LET_GO
+    while True:
+        pool.collect()
+        retired = {g.number for g in pool.catalog.generations if g.state == catalog.RETIRED}
+        if not retired or not retired & (pool.held() - pool.used()) or time.monotonic() > deadline:
+            return
+        time.sleep(0.01)
 
 
 def _is_newest(pool: PoolWriter, generation: Generation) -> bool:

@@ -75,9 +75,8 @@ def settle(pool: PoolWriter, generation: Generation, back: bool = False) -> Gene
 
 def _ended(pool: PoolWriter, newest: Generation) -> Generation:
     """Forgets that the newest was rolled back to: its own files are there."""
-    contents = manifest.read(pool.paths.manifest(newest.number))
-    if contents.over:
-        pool.amend(dataclasses.replace(contents, over={}))
+    if newest.over:
+        pool.amend(newest.number, lambda contents: dataclasses.replace(contents, over={}))
     return newest
 
 

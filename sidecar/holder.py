@@ -29,6 +29,7 @@ log = logging.getLogger("ballast")
 
 _TURN = 0.1  # seconds between two looks at the pool
 SETTLE = 300.0  # seconds in which an engine that starts on a GPU finds that nobody changes what is free there
+_DECIDED = 5.0  # seconds until one that started at the same time has settled or given up, or it is taken for settled
 _AGAIN = 5.0  # seconds until a copy that failed is tried again
 
 
@@ -66,18 +67,35 @@ class Holder:
         self._engines: dict[str, int] = {}  # attachments to our memory, by a descriptor of their own, however the pool fares
         self._signals = 0  # so many have come; all that their handler does is count
         self._page: ControlPage | None = None
-        for other in holder.alive(paths):
-            both = set(other.gpus) & {gpu.uuid for gpu in gpus}
-            if both:
-                raise Busy(
-                    f"another holder of pool {paths.pool!r} (pid {other.pid}) has {', '.join(sorted(both))} already: stop "
-                    "that one, or give this one other GPUs"
-                )
         self._token = holder.Token(paths, [gpu.uuid for gpu in gpus])
+        try:
+            self._settle()
+        except BaseException:
+            self._token.release()
+            raise
 
     @property
     def identifier(self) -> str:
         return self._token.identifier
+
+    def _settle(self) -> None:
+        """Makes sure of being alone on these GPUs. Raises Busy.
+
+        Who starts has his record there before he looks, so that of two at least one sees the other. One that has settled
+        stays. Of two that have not, the one with the larger identifier gives up; the other waits until it has: it may have
+        looked too soon, and settle.
+        """
+        ours = {gpu.uuid for gpu in self.gpus}
+        deadline = time.monotonic() + _DECIDED
+        while others := [o for o in holder.alive(self.paths) if o.identifier != self.identifier and ours & set(o.gpus)]:
+            for other in others:
+                if other.settled or other.identifier < self.identifier or time.monotonic() > deadline:
+                    raise Busy(
+                        f"another holder of pool {self.paths.pool!r} (pid {other.pid}) has "
+                        f"{', '.join(sorted(ours & set(other.gpus)))} already: stop that one, or give this one other GPUs"
+                    )
+            time.sleep(0.01)
+        self._token.settle()
 
     def run(self) -> int:
         """Holds until the pool is gone, or a signal comes and nobody uses the memory any more."""

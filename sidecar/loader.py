@@ -21,7 +21,7 @@ from pathlib import Path
 import tenacity
 
 from engine_shim.handoff import identity, maps, posix
-from engine_shim.handoff.errors import HandoffError
+from engine_shim.handoff.errors import Damaged, HandoffError
 from engine_shim.handoff.hugepages import HugePages
 from engine_shim.handoff.identity import Stat
 from engine_shim.handoff.manifest import ALIGNMENT, SEGMENT_ALIGNMENT, align
@@ -329,7 +329,7 @@ def segment_digests(
         parts = []
         for inside, size in digest.blocks(nbytes):
             if _read(fd, buffer[:size], offset + inside) < size:
-                raise HandoffError(f"{path} ends too early: run 'ballast purge' and start the sidecar again")
+                raise Damaged(f"{path} ends too early: run 'ballast purge' and start the sidecar again")
             parts.append(digest.block(buffer[:size]))
             pace(size)
         yield digest.join(parts)

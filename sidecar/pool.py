@@ -34,6 +34,7 @@ from sidecar import loader
 log = logging.getLogger("ballast")
 
 _REACHABLE = 10**12  # generations; one every second for thirty thousand years
+SCRUBBER = "ballast scrub"  # what the scrubber's attachments say they are of
 KEPT = 2  # ready generations of a model: the one served, and the one before, for those who want to go back
 GUARD_TIMEOUT = 5.0
 _NICE = 10  # of who digests a publication: a tenth of a processor that others want, all of one that nobody does
@@ -283,14 +284,22 @@ class PoolWriter:
             self._write(self._with_newest(made))
             return made
 
-    def amend(self, contents: Manifest) -> None:
-        """Replaces a ready generation's manifest by one that differs in what is not its table of tensors."""
+    def amend(self, number: int, change: Callable[[Manifest], Manifest]) -> os.stat_result:
+        """Replaces a ready generation's manifest by what `change` makes of it, which differs in what is not its table of
+        tensors. Says what is there now. Raises NotFound if the generation is not ready.
+
+        In one go, since several threads amend, each another part: whoever has read it before would undo the others' changes.
+        """
+        path = self.paths.manifest(number)
         with self.lock:
-            manifest.write(contents, self.paths.manifest(contents.generation), self.paths.group)
-            row = self.catalog.get(contents.generation)
-            if row is not None and not contents.over:
-                row = dataclasses.replace(row, over=0)
-            self._write(self.catalog if row is None else self.catalog.with_generation(row))
+            generation = self.catalog.get(number)
+            if generation is None or generation.state != catalog.READY:
+                raise NotFound(f"generation {number} is not there any more: see 'ballast status'")
+            contents = change(manifest.read(path))
+            manifest.write(contents, path, self.paths.group)
+            over = generation.over if contents.over else 0
+            self._write(self.catalog.with_generation(dataclasses.replace(generation, over=over)))
+            return posix.status(path)
 
     def fail(
         self, model: str, reason: str, number: int | None = None, kind: str = catalog.CHECKPOINT, evicted: bool = False
@@ -347,6 +356,11 @@ class PoolWriter:
     def held(self) -> set[int]:
         """The generations that a living engine is attached to; all of them while there is a record that cannot be read."""
         found = {record.generation for record in attachment.alive(self.paths)}
+        return {g.number for g in self.catalog.generations} if -1 in found else found
+
+    def used(self) -> set[int]:
+        """As `held`, without the scrubber's record: it reads whatever there is, and lets go of what is retired."""
+        found = {record.generation for record in attachment.alive(self.paths) if record.engine != SCRUBBER}
         return {g.number for g in self.catalog.generations} if -1 in found else found
 
     def collect(self) -> int:

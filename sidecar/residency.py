@@ -114,9 +114,9 @@ class Residency:
                 except NotFound:
                     continue
             if tuple(copies) != known[1]:
-                contents = contents or manifest.read(path)
-                self._pool.amend(dataclasses.replace(contents, devices=tuple(copies)))
-                self._known[generation.number] = (_stamp(path), tuple(copies))
+                devices = tuple(copies)
+                status = self._pool.amend(generation.number, lambda now: dataclasses.replace(now, devices=devices))
+                self._known[generation.number] = ((status.st_ino, status.st_mtime_ns), devices)
         except NotFound:
             return  # dropped meanwhile
         except HandoffError as error:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 
 from engine_shim.handoff import attachment, catalog, manifest
 from engine_shim.handoff.catalog import Generation
-from engine_shim.handoff.errors import HandoffError, NameRefused
+from engine_shim.handoff.errors import NOT_AS_PUBLISHED, NameRefused
 from sidecar import pool as pools
 from sidecar.pool import PoolWriter
 
@@ -69,7 +69,8 @@ class Scrubber:
                 log.debug("the whole story", exc_info=True)
 
     def round(self) -> int:
-        """Looks at every generation that is ready now; says how many were damaged."""
+        """Looks at every generation that is ready now; says how many were damaged. Raises HandoffError if it cannot look, for
+        want of descriptors or address space, say; nothing is retired for that."""
         ready = [g for g in self._pool.catalog.generations if g.state == catalog.READY]
         return sum(self._look(generation) for generation in ready)
 
@@ -83,11 +84,12 @@ class Scrubber:
             ahead = done / self._rate - (time.monotonic() - began)
             if ahead > 0:
                 self._stop.wait(ahead)
-            if self._stop.is_set():
+            now = self._pool.catalog.get(generation.number)
+            if self._stop.is_set() or now is None or now.state != catalog.READY:  # its memory is wanted for something else
                 raise _Stopped
 
         paths = self._pool.paths
-        token = attachment.Token.take(paths, generation.number, generation.model, "ballast scrub")
+        token = attachment.Token.take(paths, generation.number, generation.model, pools.SCRUBBER)
         try:
             now = self._pool.catalog.get(generation.number)
             if now is None or now.state != catalog.READY:
@@ -96,7 +98,7 @@ class Scrubber:
             damage = [f"{what} in segment {segment}" for what, segment in pools.damaged(paths, contents, pace)]
         except _Stopped:
             return False
-        except HandoffError as error:
+        except NOT_AS_PUBLISHED as error:  # any other cuts the round short: what could not be read is not damaged by that
             damage = [str(error)]
         finally:
             token.release()
@@ -121,4 +123,4 @@ class Scrubber:
 
 
 class _Stopped(Exception):
-    """The sidecar ends."""
+    """The sidecar ends, or the generation was taken out of service meanwhile."""

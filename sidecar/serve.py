@@ -159,6 +159,7 @@ class Sidecar:
         self._queue: queue.Queue[Model | str | None] = queue.Queue()  # models to load, publications to adopt
         self._queued: set[str] = set()  # publications met so far; one that cannot be removed is refused only once
         self._buffers = threading.local()
+        self._answers: dict[str, tuple[bool, str]] = {}  # to requests that were carried out, while they are there
 
     # Life
 
@@ -370,7 +371,10 @@ class Sidecar:
         if recorded != [(shard.name, shard.header_digest, shard.stat) for shard in found.shards]:
             return False
         if contents.config != found.config:
-            self._pool.amend(dataclasses.replace(contents, config=dict(found.config)))
+            try:
+                self._pool.amend(contents.generation, lambda now: dataclasses.replace(now, config=dict(found.config)))
+            except NotFound:  # taken out of service meanwhile
+                return False
         return True
 
     def _enqueue(self, model: Model, found: Checkpoint) -> None:
@@ -512,13 +516,20 @@ class Sidecar:
         back = back and history.gone_back(kept[0][1], now)
         if not alike and not back:
             return False
-        generation, old = kept[0] if back else alike[0]
-        if back:
-            self._pool.amend(dataclasses.replace(old, over={"content": now.content, "files": history.files(now)}))
-        else:
-            self._pool.amend(
-                dataclasses.replace(now, generation=old.generation, created=old.created, inodes=old.inodes, over=old.over)
-            )
+        generation = (kept[0] if back else alike[0])[0]
+
+        def renewed(there: Manifest) -> Manifest:
+            if back:
+                return dataclasses.replace(there, over={"content": now.content, "files": history.files(now)})
+            # What is said of the memory stays: the table, the inodes, copies on GPUs.
+            both = zip(there.shards, now.shards, strict=True)
+            shards = tuple(dataclasses.replace(shard, identity=new.identity) for shard, new in both)
+            return dataclasses.replace(there, source=now.source, config=now.config, shards=shards)
+
+        try:
+            self._pool.amend(generation.number, renewed)
+        except NotFound:  # taken out of service meanwhile
+            return False
         served = history.settle(self._pool, generation, back)
         model.generation, model.reason, model.evicted = served.number, "", False
         self._pool.forget_failures(model.name)
@@ -538,17 +549,28 @@ class Sidecar:
 
     def _answer(self) -> None:
         """Does what commands ask for."""
+        there = [identifier for identifier in self._answers if self.paths.request(identifier).exists()]
+        self._answers = {identifier: self._answers[identifier] for identifier in there}
         for asked in request.pending(self.paths):
-            model = self.models.get(asked.model)
+            # Never twice: a rollback that is done again goes forward. Where the answer cannot be written, that comes later.
+            if asked.identifier not in self._answers:
+                self._answers[asked.identifier] = self._carry_out(asked)
             try:
-                if asked.verb not in request.VERBS:
-                    raise HandoffError(f"this sidecar does not know what {asked.verb!r} is: use one version for all")
-                if model is None:
-                    raise NotFound(f"this sidecar does not serve {asked.model!r}: it serves {', '.join(sorted(self.models))}")
-                text = self._roll_back(model) if asked.verb == request.ROLLBACK else self._load_asked(model)
-                request.answer(self.paths, asked, True, text)
+                request.answer(self.paths, asked, *self._answers[asked.identifier])
             except HandoffError as error:
-                request.answer(self.paths, asked, False, str(error))
+                log.warning("what was asked of %s, to %s it, cannot be answered yet: %s", asked.model, asked.verb, error)
+
+    def _carry_out(self, asked: request.Request) -> tuple[bool, str]:
+        """Whether it is done, and the sentence that says so, or why not."""
+        model = self.models.get(asked.model)
+        try:
+            if asked.verb not in request.VERBS:
+                raise HandoffError(f"this sidecar does not know what {asked.verb!r} is: use one version for all")
+            if model is None:
+                raise NotFound(f"this sidecar does not serve {asked.model!r}: it serves {', '.join(sorted(self.models))}")
+            return True, self._roll_back(model) if asked.verb == request.ROLLBACK else self._load_asked(model)
+        except HandoffError as error:
+            return False, str(error)
 
     def _roll_back(self, model: Model) -> str:
         before = self._pool.ready(model.name)

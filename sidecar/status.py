@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from engine_shim.handoff import attachment, catalog, holder, manifest, publication, request, room
 from engine_shim.handoff.attachment import Record
 from engine_shim.handoff.catalog import Catalog, ControlPage, Generation
-from engine_shim.handoff.errors import Damaged, HandoffError, NotFound, NotReady
+from engine_shim.handoff.errors import NOT_AS_PUBLISHED, Damaged, DeviceError, HandoffError, NotFound, NotReady
 from engine_shim.handoff.manifest import DeviceCopy, Manifest
 from engine_shim.handoff.names import DEFAULT_DIR, ObjectName, PoolPaths
 from sidecar import pool
@@ -444,7 +444,8 @@ def verify(paths: PoolPaths, model: str | None = None, device: bool = False) -> 
     """Computes the digests of every ready generation, of `model` or of all models, from the bytes in memory now; with `device`
     also of the copies on GPUs, which are read back for it.
 
-    Holds an attachment meanwhile, so that nothing is freed under it. Raises NotFound if there is nothing to verify.
+    Holds an attachment meanwhile, so that nothing is freed under it. Raises NotFound if there is nothing to verify, and
+    HandoffError if it cannot be looked at: that is no damage.
     """
     page = ControlPage.open(paths)
     try:
@@ -475,7 +476,7 @@ def _verify(paths: PoolPaths, generation: Generation) -> Verified:
         if not contents.complete:
             raise Damaged(f"{paths.manifest(generation.number)} has no digests, although the catalog calls it ready")
         damaged = [what for what, _ in pool.damaged(paths, contents)]
-    except HandoffError as error:
+    except NOT_AS_PUBLISHED as error:
         return Verified(generation.model, generation.number, 0, generation.total, 0.0, problem=str(error))
     return Verified(
         generation.model, generation.number, len(contents.tensors), contents.nbytes, time.monotonic() - began,
@@ -493,7 +494,7 @@ class _Kept:
 def _verify_copies(paths: PoolPaths, generation: Generation) -> Iterator[Verified]:
     try:
         contents = read_manifest(paths, generation)
-    except HandoffError:
+    except NOT_AS_PUBLISHED:
         return  # that was said of the host residency
     for copy in contents.devices:
         began = time.monotonic()
@@ -502,7 +503,7 @@ def _verify_copies(paths: PoolPaths, generation: Generation) -> Iterator[Verifie
         )
         try:
             damaged, problem = tuple(_damaged_on_device(paths, contents, copy)), None
-        except HandoffError as error:
+        except (*NOT_AS_PUBLISHED, DeviceError) as error:
             damaged, problem = (), str(error)
         finally:
             token.release()

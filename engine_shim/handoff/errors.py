@@ -27,6 +27,11 @@ class Foreign(HandoffError):
     """An object belongs to another user, or others may write to it; it is not trusted."""
 
 
+# What says that something is not as it was published. Any other error, a lack of descriptors or of address space say, says that
+# nobody has looked.
+NOT_AS_PUBLISHED = (Damaged, NotFound, Foreign)
+
+
 class Busy(HandoffError):
     """Another process holds what was asked for and did not give it back in time."""
 

@@ -22,6 +22,7 @@ from engine_shim.handoff.manifest import DeviceCopy, device_row, parse_device
 from engine_shim.handoff.names import PoolPaths, new_id, temporary
 
 _LOCK_BYTE = 0
+_SETTLED_BYTE = 1
 _LIMIT = 16 << 20  # bytes: a page has some 150 for each segment
 
 DEVICE = "cuda:"  # an attachment's residency begins with it where handles are open, and goes on with the GPU's UUID
@@ -37,6 +38,7 @@ class Holder:
     pid: int = 0  # in its own PID namespace
     host: str = ""
     since: float = 0.0
+    settled: bool = True  # it has found nobody else on its GPUs, and stays
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,10 @@ class Token:
                 posix.remove(new)
                 raise
             os.close(self._fd)
+
+    def settle(self) -> None:
+        """Says that it stays: whoever starts on one of its GPUs from now on gives up."""
+        posix.try_lock_byte(self._fd, _SETTLED_BYTE)
 
     def write(self, page: Page) -> None:
         """Replaces a page as a whole; one without content is removed. Raises NoRoom."""
@@ -135,7 +141,8 @@ def alive(paths: PoolPaths) -> Iterator[Holder]:
         try:
             if posix.byte_is_locked(fd, _LOCK_BYTE):
                 row = json.loads(posix.read_exactly(fd, min(os.fstat(fd).st_size, _LIMIT), 0, path))
-                yield Holder(identifier, tuple(map(str, row["gpus"])), int(row["pid"]), str(row["host"]), float(row["since"]))
+                gpus, pid, host, since = tuple(map(str, row["gpus"])), int(row["pid"]), str(row["host"]), float(row["since"])
+                yield Holder(identifier, gpus, pid, host, since, posix.byte_is_locked(fd, _SETTLED_BYTE))
         except (HandoffError, ValueError, KeyError, TypeError):
             continue
         finally:

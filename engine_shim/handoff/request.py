@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from engine_shim.handoff import posix
-from engine_shim.handoff.catalog import ControlPage
+from engine_shim.handoff.catalog import READY, Catalog, ControlPage
 from engine_shim.handoff.errors import Damaged, HandoffError, NotFound, NotReady
 from engine_shim.handoff.names import PoolPaths, check_model, new_id, temporary
 
@@ -47,21 +47,41 @@ class Request:
 
 
 def ask(paths: PoolPaths, verb: str, model: str, timeout: float = 30.0) -> str:
-    """Asks, and returns the sidecar's sentence. Raises Refused with it, NotFound without a living sidecar, or NotReady."""
+    """Asks, and returns the sidecar's sentence. Raises Refused with it, NotFound without a living sidecar, or NotReady.
+
+    A rollback whose answer is lost, since the sidecar was killed before it came, say, is found in the catalog: who takes it
+    for not done and asks again goes forward.
+    """
     page = ControlPage.open(paths)
     try:
         if not page.sidecar_alive:
             raise NotFound(f"pool {paths.pool!r} has no living sidecar to ask: start it with 'ballast serve'")
         identifier = new_id()
+        following = _catalog(page).next  # what is made for this request has this number or a later one
         fd = _write(paths, identifier, {"verb": verb, "model": check_model(model)})
         try:
             return _await(paths, page, identifier, timeout)
+        except (NotFound, NotReady):
+            made = [g for g in _catalog(page).of_model(model, READY) if g.over and g.number >= following]
+            if verb != ROLLBACK or not made:
+                raise
+            return (
+                f"{model} serves generation {made[0].number}, gone back to from generation {made[0].over}, but the sidecar has "
+                "not answered (see its log); the same again goes forward"
+            )
         finally:
             posix.remove(paths.request(identifier))
             posix.remove(paths.answer(identifier))
             os.close(fd)
     finally:
         page.close()
+
+
+def _catalog(page: ControlPage) -> Catalog:
+    try:
+        return page.read()
+    except NotFound:  # its sidecar is just starting
+        return Catalog(boot="")
 
 
 def _write(paths: PoolPaths, identifier: str, document: Any) -> int:
@@ -87,10 +107,11 @@ def _write(paths: PoolPaths, identifier: str, document: Any) -> int:
 def _await(paths: PoolPaths, page: ControlPage, identifier: str, timeout: float) -> str:
     deadline = time.monotonic() + timeout
     while True:
+        alive = page.sidecar_alive  # asked before the look: one who has answered and ended since is not missed
         try:
             done, text = _decode_answer(posix.read_all(paths.answer(identifier), _LIMIT))
         except NotFound:
-            if not page.sidecar_alive:
+            if not alive:
                 raise NotFound(f"the sidecar of pool {paths.pool!r} ended before it answered: start it again") from None
             if time.monotonic() > deadline:
                 raise NotReady(f"the sidecar of pool {paths.pool!r} has not answered in {timeout:g} s: see its log") from None

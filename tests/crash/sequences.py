@@ -386,6 +386,7 @@ def roll_back(place: Place) -> None:
 def hold_device_memory(place: Place) -> None:
     """The records of a process that holds copies on a GPU; and of one that finds no room for them."""
     token = holder.Token(place.paths, ["GPU-0"])
+    token.settle()
     page = holder.Page(1, lacking={"GPU-0": "a test has none"})
     token.write(page)
     token.write(holder.Page(1))

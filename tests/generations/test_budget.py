@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from engine_shim.handoff import attachment
-from engine_shim.handoff.catalog import ENGINE, Generation
+from engine_shim.handoff.catalog import ENGINE, READY, Generation
 from engine_shim.handoff.errors import NameRefused, NoRoom
 from sidecar.budget import Budget, Postponed, parse_size
+from sidecar.scrub import Scrubber
 from tests.generations.parts import checkpoint
 from tests.generations.states import publish
 from tests.never_wrong.loading import Loading
@@ -68,6 +70,28 @@ def test_the_least_recently_used_goes(shelf: Shelf) -> None:
     assert not shelf.filled.paths.segment(2, 0).exists()
     shelf.load("e")
     assert shelf.gone == ["b", "c"]
+
+
+def test_the_scrubber_is_no_user(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it reads goes like anything else; it lets go after a block, and is waited for, so that the room is there."""
+    for name in "abc":
+        shelf.load(name)
+    pool = shelf.filled.pool
+    last = [shelf.budget.last_used(generation) for generation in pool.catalog.generations]
+    scrubber = Scrubber(pool, 0.01, lambda _: None, rate=16 * MIB)  # a third of a second for each
+    scrubber.start()
+    try:
+        deadline = time.monotonic() + 10
+        while pool.held() != {1}:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        shelf.budget.look(pool)
+        assert [shelf.budget.last_used(generation) for generation in pool.catalog.generations] == last
+        shelf.room("d")
+        assert shelf.gone == ["a"] and not shelf.filled.paths.segment(1, 0).exists()
+        assert [g.state for g in pool.catalog.generations] == [READY, READY], "and it has taken nothing for damaged"
+    finally:
+        assert scrubber.stop(5)
 
 
 def test_attached_and_pinned_ones_stay(filled: Loading, tmp_path: Path) -> None:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 import engine_shim
-from engine_shim.handoff import attachment
+from engine_shim.handoff import attachment, request
 from engine_shim.handoff.catalog import CHECKPOINT, ENGINE, FAILED, READY, RETIRED
-from engine_shim.handoff.errors import NotFound
+from engine_shim.handoff.errors import HandoffError, NotFound
 from engine_shim.handoff.names import PoolPaths
 from sidecar import history, serve
 from sidecar.pool import PoolWriter
@@ -262,6 +263,34 @@ def test_rollback_says_why_not(pool_name: str, tmp_path: Path) -> None:
         assert not [name for name in sidecar.paths.objects() if name.kind in ("request", "answer")]
     assert ballast("purge", "--pool", pool_name).returncode == 0
     assert ballast("rollback", "m", "--pool", pool_name).returncode == 3
+
+
+def test_a_rollback_is_done_once_however_late_its_answer(
+    filled: Loading, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for seed in (1, 2):
+        folder = checkpoint(tmp_path / "m", seed, SIZE)
+        filled.load(folder)
+    sidecar = filled._sidecar
+    sidecar.models["m"] = serve.Model(folder, "m", generation=2)
+    tried: list[request.Request] = []
+    really = request.answer
+
+    def answer(paths: PoolPaths, asked: request.Request, done: bool, text: str) -> None:
+        tried.append(asked)
+        if len(tried) < 3:
+            raise HandoffError("too many open files")
+        really(paths, asked, done, text)
+
+    monkeypatch.setattr(request, "answer", answer)
+    with ThreadPoolExecutor(1) as executor:
+        asking = executor.submit(request.ask, filled.paths, request.ROLLBACK, "m")
+        while not asking.done():
+            sidecar._answer()
+    assert "m serves generation 3, which holds what generation 1 held" in asking.result()
+    assert [(g.number, g.over) for g in filled.pool.ready("m")] == [(3, 2), (2, 0)] and len(set(tried)) == 1
+    sidecar._answer()
+    assert not sidecar._answers
 
 
 def test_only_what_is_there_is_gone_back_to(filled: Loading, tmp_path: Path) -> None:

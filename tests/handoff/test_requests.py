@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from engine_shim.handoff import posix, request
-from engine_shim.handoff.catalog import ControlPage
+from engine_shim.handoff.catalog import CHECKPOINT, READY, Catalog, ControlPage, Generation
 from engine_shim.handoff.errors import Damaged, HandoffError, NameRefused, NoRoom, NotFound, NotReady
 from engine_shim.handoff.names import PoolPaths, new_id
 from engine_shim.handoff.request import LOAD, ROLLBACK, Refused, abandoned, answer, ask, pending
@@ -107,6 +107,53 @@ def test_the_sidecar_dies_meanwhile_or_before(page: ControlPage, pool_paths: Poo
     assert type(said) is NotFound and "ended before it answered" in str(said) and not left(pool_paths)
     with pytest.raises(NotFound, match="no living sidecar to ask"):
         ask(pool_paths, LOAD, "m")
+
+
+def test_a_rollback_whose_answer_is_lost(page: ControlPage, pool_paths: PoolPaths) -> None:
+    """It was done: that is in the catalog. What was made before the request, or by no rollback, is not it."""
+    rows = [Generation(1, "m", CHECKPOINT, READY), Generation(2, "m", CHECKPOINT, READY, over=1)]
+    now = page.write(Catalog("0" * 32, pool=pool_paths.pool).with_generation(rows[0]).with_generation(rows[1]))
+    for verb, row, expected in (
+        (ROLLBACK, None, NotFound),
+        (ROLLBACK, Generation(3, "m", CHECKPOINT, READY), NotFound),
+        (LOAD, Generation(4, "m", CHECKPOINT, READY, over=3), NotFound),
+        (ROLLBACK, Generation(5, "n", CHECKPOINT, READY, over=3), NotFound),
+        (ROLLBACK, Generation(6, "m", CHECKPOINT, READY, over=4), str),
+    ):
+        assert posix.byte_is_locked(page.fd, LIFE_BYTE) or posix.try_lock_byte(page.fd, LIFE_BYTE)
+        asking = Asking(pool_paths, verb, "m")
+        met(pool_paths)
+        if row is not None:
+            now = page.write(now.with_generation(row))
+        posix.unlock_byte(page.fd, LIFE_BYTE)
+        said = asking.end()
+        assert type(said) is expected and not left(pool_paths), said
+    assert "m serves generation 6, gone back to from generation 4" in said
+
+
+def test_a_rollback_that_is_not_answered_in_time(page: ControlPage, pool_paths: PoolPaths) -> None:
+    page.write(Catalog("0" * 32, pool=pool_paths.pool))
+    asking = Asking(pool_paths, ROLLBACK, "m", 0.5)
+    met(pool_paths)
+    page.write(page.read().with_generation(Generation(2, "m", CHECKPOINT, READY, over=1)))
+    assert "m serves generation 2" in asking.end() and not left(pool_paths)
+
+
+def test_answered_and_gone(page: ControlPage, pool_paths: PoolPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sidecar that ends right after its answer, between two looks of the command."""
+    really = posix.read_all
+
+    def slowly(path: Path, limit: int) -> bytes:
+        try:
+            return really(path, limit)
+        except NotFound:
+            if one := pending(pool_paths):
+                answer(pool_paths, one[0], True, "done")
+                posix.unlock_byte(page.fd, LIFE_BYTE)
+            raise
+
+    monkeypatch.setattr(posix, "read_all", slowly)
+    assert Asking(pool_paths, LOAD, "m").end() == "done" and not left(pool_paths)
 
 
 def test_a_name_that_is_none(page: ControlPage, pool_paths: PoolPaths) -> None:

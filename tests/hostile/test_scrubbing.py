@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import engine_shim
 from engine_shim.handoff import attachment, manifest
-from engine_shim.handoff.catalog import ENGINE, RETIRED, Generation
-from engine_shim.handoff.errors import NameRefused
-from sidecar import history
+from engine_shim.handoff.catalog import ENGINE, READY, RETIRED, Generation
+from engine_shim.handoff.errors import Damaged, HandoffError, NameRefused
+from sidecar import history, loader, status
 from sidecar.pool import damaged
 from sidecar.scrub import Scrubber, parse_duration
 from tests.checkpoints import Checkpoint, entry
@@ -84,6 +86,34 @@ def test_a_damaged_generation_is_served_no_more(
     [state] = filled.pool.ready("m", ENGINE)
     flip(filled.paths.segment(state.number, 0), 7)
     assert scrubber.round() == 1 and not filled.pool.ready("m", ENGINE)
+
+
+def test_who_cannot_look_has_found_no_damage(
+    filled: Loading, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a descriptor, or address space for a buffer, nothing is known of the bytes, by the scrubber or `verify`."""
+    filled.load(checkpoint(tmp_path / "m", 1, SIZE))
+    really = os.open
+
+    def no_descriptor(path: Any, *more: Any, **named: Any) -> int:
+        if str(path).endswith(".w0"):
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return really(path, *more, **named)
+
+    def no_buffer(_: threading.local) -> memoryview:
+        raise HandoffError("there is no address space")
+
+    for what, lacking, why in ((os, no_descriptor, "too many open files"), (loader, no_buffer, "no address space")):
+        with monkeypatch.context() as patch:
+            patch.setattr(what, "open" if what is os else "_buffer", lacking)
+            with pytest.raises(HandoffError, match=why):
+                Scrubber(filled.pool, 3600, lambda _: None).round()
+            with pytest.raises(HandoffError, match=why):
+                list(status.verify(filled.paths))
+        assert [g.state for g in filled.pool.catalog.generations] == [READY] and not list(attachment.alive(filled.paths))
+    path = filled.paths.segment(1, 0)
+    with path.open("rb") as file, pytest.raises(Damaged, match="ends too early"):
+        list(loader.segment_digests(file.fileno(), [(0, path.stat().st_size + 1)], path, threading.local()))
 
 
 def test_segments_that_a_rollback_shares_fall_together(filled: Loading, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import shutil
 import stat
 import struct
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ import safetensors
 import engine_shim
 from engine_shim.handoff import catalog, manifest, posix
 from engine_shim.handoff.errors import Damaged, Foreign, HandoffError, NotFound, NotReady
+from engine_shim.handoff.names import PoolPaths
 from engine_shim.safe_open import stand_in
 from tests.checkpoints import Checkpoint, entry
 from tests.never_wrong import engine_side
@@ -276,8 +278,6 @@ def test_the_next_sidecar_comes_through_damage(
     pool_name: str, folder: Path, lines: Lines, damage: Damage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It drops what is damaged and loads it again, or says why it cannot; it never serves it."""
-    from engine_shim.handoff.names import PoolPaths
-
     paths = PoolPaths(pool_name)
     monkeypatch.setenv("BALLAST_POOL", pool_name)
     with loading(paths, remove=False) as pool:
@@ -397,6 +397,33 @@ def test_an_engine_may_not_be_root_and_the_pool_roots(filled: Loading, folder: P
 
 
 # Nothing there
+
+
+def test_one_that_was_killed_before_it_said_ready(
+    pool_paths: PoolPaths, folder: Path, lines: Lines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The manifest is complete by then; what the next sidecar loads is waited for all the same."""
+    monkeypatch.setenv("BALLAST_POOL", pool_paths.pool)
+    monkeypatch.setenv("BALLAST_WAIT", "20")
+    with loading(pool_paths, remove=False) as pool:
+        really = pool.pool._write
+
+        def killed(new: catalog.Catalog) -> None:
+            if any(generation.state == catalog.READY for generation in new.generations):
+                raise SystemExit
+            really(new)
+
+        monkeypatch.setattr(pool.pool, "_write", killed)
+        with pytest.raises(SystemExit):
+            pool.load(folder)
+        assert manifest.read(pool_paths.manifest(1)).complete
+    with loading(pool_paths) as pool, ThreadPoolExecutor(1) as executor:
+        pool.pool.adopt()
+        engine = executor.submit(OURS, folder / "0.safetensors", "pt")
+        assert not wait([engine], 0.5).done
+        assert pool.load(folder).number == 2
+        assert type(engine.result(20)) is OURS
+    forget_pools()
 
 
 def test_no_pool_at_all(pool_name: str, lines: Lines, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
