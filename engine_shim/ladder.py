@@ -7,6 +7,7 @@ Ballast; with `BALLAST_MODE=require` it stops with that line instead.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -74,11 +75,28 @@ class Settings:
 _said: set[object] = set()
 
 
+class _Stderr(logging.Handler):
+    """Writes to what `sys.stderr` is at each line: a program may redirect it for a while, close it, or have none.
+
+    A line that cannot be written is lost. Nothing of ours is raised out of a load for it, nor printed in its place, as
+    logging's own handlers do.
+    """
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with contextlib.suppress(Exception):
+            if sys.stderr is not None:
+                sys.stderr.write(self.format(record) + "\n")
+                sys.stderr.flush()
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        pass
+
+
 def configure_logging() -> None:
     """Lines of ours go to stderr at the level of BALLAST_LOG, unless the program has given our logger a handler."""
     if log.handlers:
         return
-    handler = logging.StreamHandler(sys.stderr)
+    handler = _Stderr()
     handler.setFormatter(logging.Formatter("ballast: %(message)s"))
     log.addHandler(handler)
     log.propagate = False
