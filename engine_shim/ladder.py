@@ -150,6 +150,11 @@ class Lease:
             finally:
                 self._lock.release()
 
+    @property
+    def held(self) -> bool:
+        """Whether others still see it: not where this program has closed the record, as what it did not know."""
+        return self._token.held
+
     def tell(self, note: str) -> None:
         """Puts a note into the attachment's record."""
         self._token.tell(note)
@@ -178,7 +183,8 @@ class Pool:
             if self._control is None:
                 self._control = ControlPage.open(self.paths)
                 # Not `close`: another thread may be looking at it. It is closed with the last who does.
-                weakref.finalize(self._control, os.close, self._control.fd).atexit = False
+                page = self._control
+                weakref.finalize(page, posix.close_kept, page.fd, page.inode).atexit = False
             return self._control
 
     def let_go(self) -> None:
@@ -270,7 +276,7 @@ class Pool:
     def _lease(self, generation: Generation, engine: str, residency: str = "host") -> Lease:
         key = (generation.number, residency)
         lease = self._leases.get(key)
-        if lease is None or not lease.enter():
+        if lease is None or not lease.held or not lease.enter():
             lease = Lease(
                 attachment.Token.take(self.paths, generation.number, generation.model, engine, residency=residency)
             )
@@ -421,6 +427,7 @@ def shard_for(path: str) -> Optional[Shard]:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except (OSError, ValueError):
         return None  # let the original say what is wrong with it
+    opened = posix.inode(fd)
     try:
         began = time.perf_counter()
         return _Search(settings, fd, Path(os.fsdecode(path)), began).run()
@@ -434,7 +441,7 @@ def shard_for(path: str) -> Optional[Shard]:
         fall_back(settings, f"{_place(path)} is not taken from memory", f"{type(error).__name__}: {error}")
         log.debug("the whole story", exc_info=True)
     finally:
-        os.close(fd)
+        posix.close_kept(fd, opened)  # it may have waited for minutes
     return None
 
 

@@ -54,6 +54,7 @@ class Token:
     def __init__(self, paths: PoolPaths, record: Record, fd: int) -> None:
         self._paths = paths
         self._fd: Optional[int] = fd
+        self._inode = posix.inode(fd)
         self._owner = os.getpid()
         self.record = record
 
@@ -91,12 +92,17 @@ class Token:
                 raise
             os.close(fd)
 
+    @property
+    def held(self) -> bool:
+        """Whether the record is still open here, and with it locked: this program may have closed it unknowingly."""
+        return self._fd is not None and posix.still(self._fd, self._inode)
+
     def tell(self, note: str) -> None:
         """Writes `note` into the record, for people. In place: to put another file there would leave a moment in which somebody
         who has opened the old one finds it unlocked. Who reads meanwhile may find a record that makes no sense, which counts
-        as held. Does nothing in a forked child, or after the release. Raises NoRoom.
+        as held. Does nothing in a forked child, after the release, or without the record. Raises NoRoom.
         """
-        if self._fd is None or os.getpid() != self._owner:
+        if self._fd is None or not self.held or os.getpid() != self._owner:
             return
         self.record = replace(self.record, note=note)
         data = json.dumps(asdict(self.record)).encode()
@@ -109,7 +115,7 @@ class Token:
             fd, self._fd = self._fd, None
             if os.getpid() == self._owner:
                 posix.remove(self._paths.attachment(self.record.identifier))
-            os.close(fd)
+            posix.close_kept(fd, self._inode)
 
 
 def _decode(data: bytes, path: str) -> Record:
