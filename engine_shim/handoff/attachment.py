@@ -110,12 +110,19 @@ class Token:
         posix.write_exactly(self._fd, data.ljust(os.fstat(self._fd).st_size), 0, path)
 
     def release(self) -> None:
-        """Gives the attachment up. Safe to call twice. A forked child only lets go: the record is its parent's."""
+        """Gives the attachment up. Safe to call twice. A forked child only lets go: the record is its parent's.
+
+        A record that cannot be removed, as by a process that has given up its privileges, is unlocked all the same, and so
+        a dead one's to all who look. Nothing is raised for it: this is called from finalizers.
+        """
         if self._fd is not None:
             fd, self._fd = self._fd, None
-            if os.getpid() == self._owner:
-                posix.remove(self._paths.attachment(self.record.identifier))
-            posix.close_kept(fd, self._inode)
+            try:
+                if os.getpid() == self._owner:
+                    with contextlib.suppress(HandoffError):
+                        posix.remove(self._paths.attachment(self.record.identifier))
+            finally:
+                posix.close_kept(fd, self._inode)
 
 
 def _decode(data: bytes, path: str) -> Record:
