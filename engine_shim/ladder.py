@@ -135,6 +135,10 @@ class Lease:
         self._settle()
         return alive
 
+    @property
+    def over(self) -> bool:
+        return not self._count
+
     def leave(self) -> None:
         self._left.append(None)
         self._settle()
@@ -212,8 +216,22 @@ class Pool:
             read = manifest.read(path)
             if (read.generation, read.model, read.kind) != (generation.number, generation.model, generation.kind):
                 raise Damaged(f"{path} is the manifest of something else: restart the sidecar to have it loaded again")
+            self._forget_gone()
             self._manifests[generation.number] = (stamp, read)
             return read
+
+    def _forget_gone(self) -> None:
+        """Lets go of the manifests of generations that the pool has not any more, and of leases that are over: a process that
+        reloads at each update would keep one of each for good. Whoever uses such a manifest has it himself."""
+        if self._control is None:
+            return
+        try:
+            # Of the page as it is, not by `control`: whoever is here has seen this one, and must notice if there is another.
+            listed = {generation.number for generation in self._control.read().generations}
+        except (HandoffError, OSError):
+            return
+        self._manifests = {number: kept for number, kept in self._manifests.items() if number in listed}
+        self._leases = {key: lease for key, lease in self._leases.items() if key[0] in listed or not lease.over}
 
     def attach(
         self, generation: Generation, contents: Manifest, wanted: Optional[Sequence[int]] = None, engine: str = ""
