@@ -7,6 +7,7 @@ Ballast; with `BALLAST_MODE=require` it stops with that line instead.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -74,11 +75,28 @@ class Settings:
 _said: set[object] = set()
 
 
+class _Stderr(logging.Handler):
+    """Writes to what `sys.stderr` is at each line: a program may redirect it for a while, close it, or have none.
+
+    A line that cannot be written is lost. Nothing of ours is raised out of a load for it, nor printed in its place, as
+    logging's own handlers do.
+    """
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with contextlib.suppress(Exception):
+            if sys.stderr is not None:
+                sys.stderr.write(self.format(record) + "\n")
+                sys.stderr.flush()
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        pass
+
+
 def configure_logging() -> None:
     """Lines of ours go to stderr at the level of BALLAST_LOG, unless the program has given our logger a handler."""
     if log.handlers:
         return
-    handler = logging.StreamHandler(sys.stderr)
+    handler = _Stderr()
     handler.setFormatter(logging.Formatter("ballast: %(message)s"))
     log.addHandler(handler)
     log.propagate = False
@@ -117,6 +135,10 @@ class Lease:
         self._settle()
         return alive
 
+    @property
+    def over(self) -> bool:
+        return not self._count
+
     def leave(self) -> None:
         self._left.append(None)
         self._settle()
@@ -131,6 +153,11 @@ class Lease:
                     self._token.release()
             finally:
                 self._lock.release()
+
+    @property
+    def held(self) -> bool:
+        """Whether others still see it: not where this program has closed the record, as what it did not know."""
+        return self._token.held
 
     def tell(self, note: str) -> None:
         """Puts a note into the attachment's record."""
@@ -160,7 +187,8 @@ class Pool:
             if self._control is None:
                 self._control = ControlPage.open(self.paths)
                 # Not `close`: another thread may be looking at it. It is closed with the last who does.
-                weakref.finalize(self._control, os.close, self._control.fd).atexit = False
+                page = self._control
+                weakref.finalize(page, posix.close_kept, page.fd, page.inode).atexit = False
             return self._control
 
     def let_go(self) -> None:
@@ -188,8 +216,22 @@ class Pool:
             read = manifest.read(path)
             if (read.generation, read.model, read.kind) != (generation.number, generation.model, generation.kind):
                 raise Damaged(f"{path} is the manifest of something else: restart the sidecar to have it loaded again")
+            self._forget_gone()
             self._manifests[generation.number] = (stamp, read)
             return read
+
+    def _forget_gone(self) -> None:
+        """Lets go of the manifests of generations that the pool has not any more, and of leases that are over: a process that
+        reloads at each update would keep one of each for good. Whoever uses such a manifest has it himself."""
+        if self._control is None:
+            return
+        try:
+            # Of the page as it is, not by `control`: whoever is here has seen this one, and must notice if there is another.
+            listed = {generation.number for generation in self._control.read().generations}
+        except (HandoffError, OSError):
+            return
+        self._manifests = {number: kept for number, kept in self._manifests.items() if number in listed}
+        self._leases = {key: lease for key, lease in self._leases.items() if key[0] in listed or not lease.over}
 
     def attach(
         self, generation: Generation, contents: Manifest, wanted: Optional[Sequence[int]] = None, engine: str = ""
@@ -252,7 +294,7 @@ class Pool:
     def _lease(self, generation: Generation, engine: str, residency: str = "host") -> Lease:
         key = (generation.number, residency)
         lease = self._leases.get(key)
-        if lease is None or not lease.enter():
+        if lease is None or not lease.held or not lease.enter():
             lease = Lease(
                 attachment.Token.take(self.paths, generation.number, generation.model, engine, residency=residency)
             )
@@ -403,6 +445,7 @@ def shard_for(path: str) -> Optional[Shard]:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except (OSError, ValueError):
         return None  # let the original say what is wrong with it
+    opened = posix.inode(fd)
     try:
         began = time.perf_counter()
         return _Search(settings, fd, Path(os.fsdecode(path)), began).run()
@@ -416,7 +459,7 @@ def shard_for(path: str) -> Optional[Shard]:
         fall_back(settings, f"{_place(path)} is not taken from memory", f"{type(error).__name__}: {error}")
         log.debug("the whole story", exc_info=True)
     finally:
-        os.close(fd)
+        posix.close_kept(fd, opened)  # it may have waited for minutes
     return None
 
 

@@ -200,7 +200,11 @@ class Tensors(Mapping[str, torch.Tensor]):
         found = self._views.get(name)
         if found is None:
             row = self._rows[name]
-            found = self._views[name] = self._segments.view(row)
+            # Kept for good, and so never made in the mode of whoever asks first: an inference tensor cannot be trained or
+            # written to outside of it.
+            with torch.inference_mode(False):
+                view = self._segments.view(row)
+            found = self._views.setdefault(name, view)  # another thread may have been quicker
         return found
 
     def __iter__(self) -> Iterator[str]:

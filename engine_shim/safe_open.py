@@ -14,6 +14,7 @@ tensors without elements. Nothing else does.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
@@ -307,7 +308,8 @@ def _shard_for(path: str) -> Optional[Shard]:
         reason = f"{type(error).__name__}: {error}"
         if reason not in _said:  # once, not for each of a checkpoint's files
             _said.add(reason)
-            log.warning("reading %s without Ballast, because of %s", path, reason)
+            with contextlib.suppress(Exception):  # our own handler may be missing, and others can raise where stderr is closed
+                log.warning("reading %s without Ballast, because of %s", path, reason)
         return None
 
 

@@ -54,6 +54,7 @@ class Token:
     def __init__(self, paths: PoolPaths, record: Record, fd: int) -> None:
         self._paths = paths
         self._fd: Optional[int] = fd
+        self._inode = posix.inode(fd)
         self._owner = os.getpid()
         self.record = record
 
@@ -91,12 +92,17 @@ class Token:
                 raise
             os.close(fd)
 
+    @property
+    def held(self) -> bool:
+        """Whether the record is still open here, and with it locked: this program may have closed it unknowingly."""
+        return self._fd is not None and posix.still(self._fd, self._inode)
+
     def tell(self, note: str) -> None:
         """Writes `note` into the record, for people. In place: to put another file there would leave a moment in which somebody
         who has opened the old one finds it unlocked. Who reads meanwhile may find a record that makes no sense, which counts
-        as held. Does nothing in a forked child, or after the release. Raises NoRoom.
+        as held. Does nothing in a forked child, after the release, or without the record. Raises NoRoom.
         """
-        if self._fd is None or os.getpid() != self._owner:
+        if self._fd is None or not self.held or os.getpid() != self._owner:
             return
         self.record = replace(self.record, note=note)
         data = json.dumps(asdict(self.record)).encode()
@@ -104,12 +110,19 @@ class Token:
         posix.write_exactly(self._fd, data.ljust(os.fstat(self._fd).st_size), 0, path)
 
     def release(self) -> None:
-        """Gives the attachment up. Safe to call twice. A forked child only lets go: the record is its parent's."""
+        """Gives the attachment up. Safe to call twice. A forked child only lets go: the record is its parent's.
+
+        A record that cannot be removed, as by a process that has given up its privileges, is unlocked all the same, and so
+        a dead one's to all who look. Nothing is raised for it: this is called from finalizers.
+        """
         if self._fd is not None:
             fd, self._fd = self._fd, None
-            if os.getpid() == self._owner:
-                posix.remove(self._paths.attachment(self.record.identifier))
-            os.close(fd)
+            try:
+                if os.getpid() == self._owner:
+                    with contextlib.suppress(HandoffError):
+                        posix.remove(self._paths.attachment(self.record.identifier))
+            finally:
+                posix.close_kept(fd, self._inode)
 
 
 def _decode(data: bytes, path: str) -> Record:

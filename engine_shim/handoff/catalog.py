@@ -175,6 +175,7 @@ class ControlPage:
     def __init__(self, paths: PoolPaths, fd: int) -> None:
         self.paths = paths
         self.fd = fd
+        self.inode = posix.inode(fd)
         self._sequence = 0
 
     @classmethod
@@ -270,7 +271,7 @@ class ControlPage:
         return dataclasses.replace(catalog, sequence=sequence)
 
     def close(self) -> None:
-        os.close(self.fd)
+        posix.close_kept(self.fd, self.inode)
 
 
 def _digest(sequence: int, payload: bytes) -> bytes:

@@ -67,6 +67,7 @@ class Token:
                     row = {"gpus": list(gpus), "pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}
                     posix.write_exactly(self._fd, json.dumps(row).encode(), 0, new)
                     posix.rename(new, path)
+                    self._inode = posix.inode(self._fd)
                     return
             except NotFound:
                 pass  # swept between creating and locking
@@ -104,7 +105,7 @@ class Token:
         for name in self._paths.objects():
             if name.kind in ("holder", "copies") and name.file.split(".")[2] == self.identifier:
                 posix.remove(self._paths.dir / name.file)
-        os.close(self._fd)
+        posix.close_kept(self._fd, self._inode)
 
 
 class Watch:
@@ -113,18 +114,28 @@ class Watch:
     def __init__(self, paths: PoolPaths, identifier: str) -> None:
         """Raises NotFound if the holder is gone, or Foreign if he is not of this process's user."""
         self.identifier = identifier
+        self._path = paths.holder(identifier)
         try:
-            self._fd = posix.open_existing(paths.holder(identifier))
+            self._fd = posix.open_existing(self._path)
         except Foreign:
             # Also in a pool that is shared with a group: what a handle opens can be written to.
             raise Foreign("its holder is another user's: run holder and engine as one user to map it") from None
+        self._inode = posix.inode(self._fd)
 
     @property
     def alive(self) -> bool:
+        if not posix.still(self._fd, self._inode):
+            try:
+                self._fd = posix.open_existing(self._path)
+            except HandoffError as error:
+                return not isinstance(error, NotFound)  # who cannot look has not seen that he is gone
+            if not posix.still(self._fd, self._inode):
+                os.close(self._fd)
+                return False
         return posix.byte_is_locked(self._fd, _LOCK_BYTE)
 
     def close(self) -> None:
-        os.close(self._fd)
+        posix.close_kept(self._fd, self._inode)
 
 
 def alive(paths: PoolPaths) -> Iterator[Holder]:

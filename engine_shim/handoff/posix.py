@@ -247,8 +247,7 @@ def same_file(fd: int, path: Path) -> bool:
         there = os.stat(path, follow_symlinks=False)
     except OSError:
         return False
-    here = os.fstat(fd)
-    return (here.st_dev, here.st_ino) == (there.st_dev, there.st_ino)
+    return still(fd, (there.st_dev, there.st_ino))
 
 
 def try_flock(fd: int) -> bool:
@@ -286,6 +285,21 @@ def byte_is_locked(fd: int, byte: int) -> bool:
 def inode(fd: int) -> tuple[int, int]:
     status = os.fstat(fd)
     return status.st_dev, status.st_ino
+
+
+def still(fd: int, known: tuple[int, int]) -> bool:
+    """Whether a descriptor that was kept for a while still means the file that it was opened for. A program may close what it
+    does not know, as daemons do when they start; the next file or socket of its own then has our number."""
+    try:
+        return inode(fd) == known
+    except OSError:
+        return False
+
+
+def close_kept(fd: int, known: tuple[int, int]) -> None:
+    """Closes such a descriptor, unless it is somebody else's by now."""
+    if still(fd, known):
+        os.close(fd)
 
 
 def ancestors(path: Path) -> Iterator[Path]:

@@ -72,6 +72,7 @@ class Publication:
         self._sizes: list[int] = []
         self._rows: list[Tensor] = []
         self._files: list[tuple[int, Path, Path]] = []  # descriptor, temporary name, real name
+        self._inodes: list[tuple[int, int]] = []  # of these
         self._shared: dict[int, maps.Buffer] = {}  # segment -> a map through which the engine still writes
         self._lent: list[tuple[int, weakref.ReferenceType[maps.Buffer]]] = []  # segment, and a place's part of its map
         self._private: dict[int, maps.Buffer] = {}
@@ -91,23 +92,32 @@ class Publication:
         """Lets go of the files, and removes them unless they were committed. Who has them mapped keeps his bytes."""
         with contextlib.suppress(HandoffError):  # the kernel refuses private maps: those of files that nobody else has will do
             self.seal()
-        for fd, new, real in self._files:
+        for (fd, new, real), inode in zip(self._files, self._inodes):
             if not self._committed:
                 posix.remove(new)
                 posix.remove(real)
-            os.close(fd)
+            posix.close_kept(fd, inode)
         self._files.clear()
+        self._inodes.clear()
         self._shared.clear()
 
     def leave(self) -> None:
         """In a forked child: what it writes is its own, as ever, and the publication is its parent's business."""
         for segment, buffer in self._shared.items():
             with contextlib.suppress(HandoffError):
-                maps.make_private(buffer, self._files[segment][0])
+                maps.make_private(buffer, self._descriptor(segment))
         self._shared.clear()
-        for fd, _, _ in self._files:  # an open one would hold the lock
-            os.close(fd)
+        for (fd, _, _), inode in zip(self._files, self._inodes):  # an open one would hold the lock
+            posix.close_kept(fd, inode)
         self._files.clear()
+        self._inodes.clear()
+
+    def _descriptor(self, index: int) -> int:
+        """A file's descriptor, to be written or mapped. Raises HandoffError where its number means another file by now."""
+        fd, new, _ = self._files[index]
+        if not posix.still(fd, self._inodes[index]):
+            raise HandoffError(f"{new} was closed by this program meanwhile: nothing was published")
+        return fd
 
     def _create(self, real: Path) -> int:
         new = real.with_name(real.name + TMP)
@@ -116,6 +126,7 @@ class Publication:
             # A sweep may come between creating and locking, and take the file for a dead publisher's.
             if posix.try_lock_byte(fd, _LOCK_BYTE) and posix.same_file(fd, new):
                 self._files.append((fd, new, real))
+                self._inodes.append(posix.inode(fd))
                 return fd
             os.close(fd)
 
@@ -169,7 +180,8 @@ class Publication:
             return
 
         def allocate(run: tuple[int, int]) -> None:
-            (fd, path, _), (index, offset) = self._files[run[0]], run
+            index, offset = run
+            fd, path = self._descriptor(index), self._files[index][1]
             posix.allocate(fd, offset, min(_ALLOCATED, self._sizes[index] - offset), path)
 
         executor = ThreadPoolExecutor(min(_ALLOCATING, len(os.sched_getaffinity(0)), len(runs)), "ballast-pages")
@@ -194,7 +206,7 @@ class Publication:
         gone = []
         for segment in list(self._shared):
             if segment in looked_at:
-                maps.make_private(self._shared[segment], self._files[segment][0])
+                maps.make_private(self._shared[segment], self._descriptor(segment))
                 del self._shared[segment]
             else:
                 gone.append(self._shared.pop(segment))
@@ -216,7 +228,7 @@ class Publication:
             index = self._adding = len(self._sizes)
             self._create(self._paths.publication_segment(self.identifier, index))
             self._sizes.append(0)
-        fd, path, _ = self._files[index]
+        fd, path = self._descriptor(index), self._files[index][1]
         offset = align(self._sizes[index], ALIGNMENT)
         place = offset
         for piece in storage.pieces():
@@ -231,13 +243,14 @@ class Publication:
         after `finish`."""
         segment = self._rows[row].segment
         if segment not in self._private:
-            self._private[segment] = maps.private(self._files[segment][0], self._sizes[segment])
+            self._private[segment] = maps.private(self._descriptor(segment), self._sizes[segment])
         return self._private[segment], self._rows[row].offset
 
     def finish(self) -> None:
         """Closes the segments: nothing is added any more. Raises NoRoom."""
         self.seal()
-        for index, (fd, path, _) in enumerate(self._files):
+        for index, (_, path, _) in enumerate(self._files):
+            fd = self._descriptor(index)
             used = self._sizes[index]
             full = self._sizes[index] = align(max(used, 1), SEGMENT_ALIGNMENT)
             posix.allocate(fd, used, full - used, path)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import engine_shim
+from engine_shim import ladder
 from engine_shim.handoff import attachment, request
 from engine_shim.handoff.catalog import CHECKPOINT, ENGINE, FAILED, READY, RETIRED
 from engine_shim.handoff.errors import HandoffError, NotFound
@@ -61,6 +62,8 @@ def test_ten_updates_under_running_engines_leak_nothing(filled: Loading, tmp_pat
         assert len(os.listdir("/proc/self/fd")) <= descriptors
         kept = [g.number for g in filled.pool.catalog.generations if g.state == RETIRED]
         assert kept == [first.number], "the one that is held, and no other"
+        view = ladder.pool()
+        assert len(view._manifests) <= 3 and len(view._leases) <= 3, "nor does this process remember more"
     filled.pool.collect()
     assert not [g for g in filled.pool.catalog.generations if g.state == RETIRED]
     assert not list(attachment.alive(filled.paths))

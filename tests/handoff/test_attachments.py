@@ -332,3 +332,26 @@ def test_the_command_line_is_cut(paths: PoolPaths, monkeypatch: pytest.MonkeyPat
     [record] = alive(paths)
     assert len(record.command) == 200
     token.release()
+
+
+def test_a_record_that_was_closed_by_others(paths: PoolPaths, tmp_path: Path) -> None:
+    """By a program that closes what it does not know: the number is its own file's then, which is left as it is."""
+    own = tmp_path / "own"
+    own.touch()
+    token = Token.take(paths, 7, "m")
+    number = token._fd
+    assert token.held and number is not None
+    with own.open("r+b") as file:
+        os.dup2(file.fileno(), number)
+        assert not token.held
+        token.tell("nothing of it in there")
+        token.release()
+        assert not token.held and not records(paths)
+        assert posix.still(number, posix.inode(file.fileno())) and not own.read_bytes()
+    os.close(number)
+    token = Token.take(paths, 7, "m")
+    assert token._fd is not None
+    os.close(token._fd)
+    assert not token.held
+    token.release()
+    assert not records(paths)

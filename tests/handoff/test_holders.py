@@ -193,3 +193,34 @@ def test_a_page_that_is_a_strangers_to_remove(paths: PoolPaths, monkeypatch: pyt
 
 def test_the_drivers_code_goes_with_its_error() -> None:
     assert DeviceError("it will not", 700).code == 700 and DeviceError("it was not asked").code == 0
+
+
+def test_a_watch_whose_descriptor_was_closed_by_others(
+    paths: PoolPaths, token: Token, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It looks at the record anew: an engine must not end because a program in it has closed what it does not know."""
+    watch = Watch(paths, token.identifier)
+    own = os.open("/dev/null", os.O_RDONLY)
+    os.dup2(own, watch._fd)
+    taken = watch._fd
+    with monkeypatch.context() as patch:
+
+        def refuses(*_: Any) -> int:
+            raise HandoffError("no descriptor left")
+
+        patch.setattr(posix, "open_existing", refuses)
+        assert watch.alive, "who cannot look has seen nothing"
+    assert watch.alive and watch._fd != taken
+    os.close(watch._fd)
+    other = Token(paths, [A])
+    paths.holder(token.identifier).rename(paths.dir / "aside")
+    assert not watch.alive, "the record is gone"
+    os.link(paths.holder(other.identifier), paths.holder(token.identifier))
+    assert not watch.alive, "another one's record"
+    os.unlink(paths.holder(token.identifier))
+    (paths.dir / "aside").rename(paths.holder(token.identifier))
+    other.release()
+    watch.close()
+    assert os.path.samestat(os.fstat(taken), os.fstat(own))
+    for number in (taken, own):
+        os.close(number)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from engine_shim.handoff import manifest, posix, publication
-from engine_shim.handoff.errors import Foreign, NameRefused, NoRoom, NotFound
+from engine_shim.handoff.errors import Foreign, HandoffError, NameRefused, NoRoom, NotFound
 from engine_shim.handoff.hugepages import HugePages
 from engine_shim.handoff.manifest import ALIGNMENT, SEGMENT_ALIGNMENT
 from engine_shim.handoff.names import PoolPaths
@@ -301,3 +301,24 @@ def test_a_state_that_is_no_json(paths: PoolPaths) -> None:
         publishing.add(storage(10))
         publishing.commit({"slots": object()}, {}, "k")
     assert not files(paths)
+
+
+def test_files_that_were_closed_by_others(paths: PoolPaths, tmp_path: Path) -> None:
+    """Their numbers are another program's files then: those are not written, not mapped, not closed."""
+    own = tmp_path / "own"
+    own.write_bytes(bytes(SEGMENT_ALIGNMENT))
+    with own.open("r+b") as file, Publication(paths, "m") as publishing:
+        [place] = publishing.reserve([5000])
+        place.buffer[0] = 7
+        publishing.add(storage(5000))
+        taken = [fd for fd, _, _ in publishing._files]
+        for number in taken:
+            os.dup2(file.fileno(), number)
+        for step in (lambda: publishing.add(storage(10)), lambda: publishing.view(0), publishing.seal, publishing.finish):
+            with pytest.raises(HandoffError, match="closed by this program meanwhile"):
+                step()
+        publishing.close()
+        assert place.buffer[0] == 7 and not files(paths) and not any(own.read_bytes())
+        for number in taken:
+            assert posix.still(number, posix.inode(file.fileno()))
+            os.close(number)

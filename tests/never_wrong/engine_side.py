@@ -116,6 +116,29 @@ def segments() -> dict[str, int]:
     return found
 
 
+def take_descriptors(pool: str, put: str) -> int:
+    """As a program that becomes a daemon: closes every descriptor of the pool's objects, which it does not know, and opens the
+    file `put` of its own until it has all these numbers. Says how many."""
+    numbers = []
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            if f"/ballast-{pool}." in os.readlink(f"/proc/self/fd/{name}"):
+                numbers.append(int(name))
+        except OSError:
+            continue  # that of the directory
+    own = os.open(put, os.O_RDWR)
+    for number in numbers:
+        os.dup2(own, number, inheritable=False)
+    KEPT["own"] = numbers
+    return len(numbers)
+
+
+def own_descriptors(put: str) -> int:
+    """How many of these are still what the program has opened."""
+    there = [number for number in KEPT["own"] if os.path.exists(f"/proc/self/fd/{number}")]
+    return sum(os.readlink(f"/proc/self/fd/{number}") == put for number in there)
+
+
 def environment(**changes: str) -> None:
     os.environ.update(changes)
 

@@ -98,6 +98,21 @@ def test_a_stranger_reads_and_replaces_nothing(place: Path, checkpoint: Path, pe
         assert name in ("NotFound", "Foreign"), text
 
 
+def test_an_engine_that_gives_up_its_privileges_lets_go(checkpoint: Path, tmp_path: Path, people: People) -> None:
+    """Its record is root's, and stays until the sidecar sweeps; but nobody holds it any more."""
+    place = _place(tmp_path, 0o1777)
+    owner = people.user(0)
+    owner(actors.serve, POOL, str(place), str(checkpoint), None)
+    engine = people.user(0, directory=place)
+    engine(engine_side.load, "open", "m", "kept")
+    assert owner(actors.held) == [1]
+    engine(actors.become, STRANGER, [])
+    engine(engine_side.forget, "kept")
+    assert not engine.log.count("Traceback"), engine.log
+    assert owner(actors.held) == []
+    assert owner(actors.sweep) == 1
+
+
 @pytest.mark.parametrize("name", ["g1.w0", "g1.manifest", "ctl"])
 def test_nothing_of_a_strangers_is_believed(place: Path, checkpoint: Path, people: People, name: str) -> None:
     """Where he can take our file away he can put one of his in its place, with any mode. It is his, and so refused."""

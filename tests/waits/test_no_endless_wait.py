@@ -58,9 +58,11 @@ THREAD_LOCKS = {
     "engine_shim/onboard.py": {"_lock"},
     "engine_shim/ladder.py": {"self._lock", "_pools_lock"},
     "engine_shim/handoff/hugepages.py": {"self._lock"},
-    "sidecar/pool.py": {"self._lock"},
+    "sidecar/budget.py": {"pool.lock"},
+    "sidecar/history.py": {"pool.lock"},
+    "sidecar/pool.py": {"self.lock"},
     "sidecar/progress.py": {"self._lock"},
-    "sidecar/serve.py": {"lock"},
+    "sidecar/serve.py": {"lock", "self._pool.lock"},
 }
 
 # Where the wall clock is read: for people, unless it says otherwise.
