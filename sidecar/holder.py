@@ -64,7 +64,7 @@ class Holder:
         self._retry: dict[tuple[int, str], float] = {}
         self._manifests: dict[int, tuple[object, Manifest]] = {}
         self._written: dict[int, holder.Page] = {}
-        self._engines: dict[str, int] = {}  # attachments to our memory, by a descriptor of their own, however the pool fares
+        self._engines: dict[str, tuple[int, Record]] = {}  # attachments to our memory, each by a descriptor of our own
         self._signals = 0  # so many have come; all that their handler does is count
         self._page: ControlPage | None = None
         self._token = holder.Token(paths, [gpu.uuid for gpu in gpus])
@@ -130,10 +130,10 @@ class Holder:
             held.withdrawn = True
         if self._page is not None and self._page.current:
             self._write_pages()
-        self._look_at_engines(self._attachments())
+        self._attachments()
         told = False
         while self._engines:
-            self._look_at_engines(self._attachments())
+            self._attachments()
             if self._engines and not told:
                 log.info("waiting for %d engines that use device memory", len(self._engines))
                 told = True
@@ -162,7 +162,6 @@ class Holder:
         except HandoffError:
             return True
         records = self._attachments()
-        self._look_at_engines(records)
         wanted = self._wanted(now)
         for place, held in list(self._held.items()):
             unwanted = held.withdrawn or place not in wanted
@@ -180,24 +179,28 @@ class Holder:
         return True
 
     def _attachments(self) -> list[Record]:
-        return list(attachment.alive(self.paths))
+        """Those of all living engines, and of those that have our memory open although somebody has removed their records."""
+        records = list(attachment.alive(self.paths))
+        self._look_at_engines(records)
+        there = {record.identifier for record in records}
+        return [*records, *(record for _, record in self._engines.values() if record.identifier not in there)]
 
     def _look_at_engines(self, records: list[Record]) -> None:
-        """Keeps a descriptor of the record of each engine that has our memory open: it tells of his life even if somebody
-        removes the pool's files."""
+        """Keeps a descriptor of the record of each engine that has our memory open: it tells of his life however the pool's
+        files fare."""
         ours = {holder.DEVICE + gpu.uuid for gpu in self.gpus}
         for record in records:
             if record.residency in ours and record.identifier not in self._engines:
                 with contextlib.suppress(HandoffError):
-                    self._engines[record.identifier] = posix.open_existing(self.paths.attachment(record.identifier))
-        for identifier, fd in list(self._engines.items()):
+                    self._engines[record.identifier] = posix.open_existing(self.paths.attachment(record.identifier)), record
+        for identifier, (fd, record) in list(self._engines.items()):
             if not posix.byte_is_locked(fd, 0):
                 os.close(fd)
                 del self._engines[identifier]
                 with contextlib.suppress(HandoffError):  # he may only have put a new record in its place
                     again = posix.open_existing(self.paths.attachment(identifier))
                     if posix.byte_is_locked(again, 0):
-                        self._engines[identifier] = again
+                        self._engines[identifier] = again, record
                     else:
                         os.close(again)
 
@@ -354,7 +357,6 @@ class Holder:
             held.withdrawn = True
             self._write_pages()
             records = self._attachments()
-            self._look_at_engines(records)
         if self._used(held, records):
             return
         size = held.nbytes

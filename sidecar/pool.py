@@ -38,6 +38,7 @@ SCRUBBER = "ballast scrub"  # what the scrubber's attachments say they are of
 KEPT = 2  # ready generations of a model: the one served, and the one before, for those who want to go back
 GUARD_TIMEOUT = 5.0
 _NICE = 10  # of who digests a publication: a tenth of a processor that others want, all of one that nobody does
+_LOOK_WITHIN = 1.0  # seconds; a holder looks ten times as often
 _PROGRESS_EVERY = 0.1  # seconds between two writes of progress to the catalog
 
 
@@ -462,6 +463,7 @@ class PoolWriter:
         if self.page.current:  # otherwise what bears the pool's name is a successor's
             with contextlib.suppress(HandoffError):  # somebody may have damaged the page; it goes in any case
                 self._write(dataclasses.replace(self.catalog, generations=()))
+                _let_holders_look(self.paths)
             remove_objects(self.paths)
 
 
@@ -551,6 +553,14 @@ def _open_or_replace(paths: PoolPaths) -> ControlPage:
         finally:
             os.close(fd)
         raise
+
+
+def _let_holders_look(paths: PoolPaths) -> None:
+    """Waits, for a moment at most, until the holders of device memory have seen that nothing is served any more: then they know
+    who has theirs open. An engine that they have not seen yet has nothing but its record, which is about to go."""
+    deadline = time.monotonic() + _LOOK_WITHIN
+    while any(page.gpus for _, page in holder.pages(paths)) and time.monotonic() < deadline:
+        time.sleep(0.02)
 
 
 def remove_objects(paths: PoolPaths) -> int:

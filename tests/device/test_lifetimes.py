@@ -158,7 +158,10 @@ def test_what_an_engine_has_open_is_freed_only_once_it_is_gone(
 
 @pytest.mark.slow
 def test_the_pool_is_removed_under_an_engine(machine: Machine, pool_name: str, folder: Path, tmp_path: Path) -> None:
-    soon = instrumented(tmp_path, "import sidecar.residency\nsidecar.residency._END = 0.5\n")
+    """The holder learns of an engine that came a moment ago before its record goes, although it looks rarely."""
+    soon = instrumented(
+        tmp_path, "import sidecar.holder, sidecar.residency\nsidecar.holder._TURN = sidecar.residency._END = 0.5\n"
+    )
     with machine.sidecar(pool_name, folder, args=ONE, **soon) as sidecar:
         resident(sidecar.paths, 1, {A})
         pid = the_holder(sidecar.paths)
