@@ -40,7 +40,9 @@ def copy(identifier: str, gpu: str = A) -> DeviceCopy:
 
 def test_a_holder_says_who_it_is_and_what_it_holds(paths: PoolPaths, token: Token) -> None:
     [one] = holder.alive(paths)
-    assert (one.identifier, one.gpus, one.pid) == (token.identifier, (A, B), os.getpid())
+    assert (one.identifier, one.gpus, one.pid, one.settled) == (token.identifier, (A, B), os.getpid(), False)
+    token.settle()
+    assert [one.settled for one in holder.alive(paths)] == [True]
     page = Page(3, (copy(token.identifier),), {B: "no room"}, (A,))
     token.write(page)
     read = holder.read(paths, token.identifier, 3, SEGMENTS)

@@ -223,6 +223,8 @@ def test_a_tensor_out_of_bounds(field: int, values: list[Any]) -> None:
         (("shards", 0, "first"), [-1, 3, 4, HUGE, 0.0, None, True, 1]),
         (("shards", 0, "count"), [-1, 5, HUGE, 2.0, None, 3, True]),
         (("shards", 0, "segment"), [-1, 2, 1, HUGE, None, 0.0]),
+        (("over",), [None, [], "x", {"content": HEX}, {"content": HEX, "files": {}}, {"content": 5, "files": []},
+                     {"content": HEX, "files": [["a", HEX]]}, {"content": HEX, "files": [], "more": 1}]),
     ],
 )  # fmt: skip
 def test_anything_else_out_of_bounds(path: tuple[Any, ...], values: list[Any]) -> None:
@@ -341,6 +343,23 @@ def test_copies_on_gpus_go_with_it(sound: bytes) -> None:
     copied = dataclasses.replace(plain, devices=(DeviceCopy(gpu, "0" * 16, windows),))
     assert decode(encode(copied), PATH) == copied
     assert b'"devices"' not in encode(plain), "the very bytes that a Ballast without device copies writes"
+
+
+def test_what_was_rolled_back_from_goes_with_it(sound: bytes) -> None:
+    plain = decode(sound, PATH)
+    back = dataclasses.replace(plain, over={"content": HEX, "files": [["a", HEX, [1, 2, 3, 4, 5]], ["b", HEX, None]]})
+    assert decode(encode(back), PATH) == back
+    assert b'"over"' not in encode(plain)
+
+
+def test_where_a_checkpoints_files_are(sound: bytes) -> None:
+    plain = decode(sound, PATH)
+    shard = dataclasses.replace(plain.shards[0], name="a.safetensors")
+    for source, place in (
+        ("/x/Llama-3.1", "/x/Llama-3.1/a.safetensors"), ("/x/a.safetensors", "/x/a.safetensors"),
+        ("/x/model.safetensors.index.json", "/x/a.safetensors"),
+    ):  # fmt: skip
+        assert str(dataclasses.replace(plain, source=source).file(shard)) == place
 
 
 def test_what_a_checkpoint_holds_has_one_digest(sound: bytes) -> None:

@@ -6,7 +6,7 @@ import ctypes
 import gc
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -177,12 +177,14 @@ def test_where_memory_of_its_own_is(path: Path, monkeypatch: pytest.MonkeyPatch)
     shared = mmap.mmap(-1, SIZE)
     of_a_file = opened(path)
 
-    def lies_in_it(buffer: Any, nbytes: int) -> bool:
+    def lies_in_it(buffer: Any, nbytes: int, memory: Callable[[], list[tuple[int, int]]] = maps.own_memory) -> bool:
         place = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
-        return any(start <= place and place + nbytes <= end for start, end in maps.own_memory())
+        return any(start <= place and place + nbytes <= end for start, end in memory())
 
     assert lies_in_it(own, 4 * SIZE)
     assert not lies_in_it(shared, SIZE) and not lies_in_it(of_a_file, SIZE)
+    assert lies_in_it(shared, SIZE, maps.shared_memory)
+    assert not lies_in_it(own, SIZE, maps.shared_memory) and not lies_in_it(of_a_file, SIZE, maps.shared_memory)
     found = maps.own_memory()
     assert found == sorted(found) and all(end < start for (_, end), (start, _) in pairwise(found))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import struct
 from itertools import pairwise
@@ -168,6 +169,24 @@ def test_written_to_since_it_was_read(base: Path) -> None:
         file.write(b"\xff")
     with pytest.raises(Mismatch, match="written to after"):
         check(base, before)
+
+
+def test_what_lies_where_it_was_read_is_no_copy(base: Path, other: Path) -> None:
+    """Also by way of a link; but on another file system it may be, such as in another container's image."""
+    before = known(base)
+    put(other)
+    os.rename(other, base)
+    check(base, before)
+    fd = os.open(base, os.O_RDONLY)
+    (base.parent / "link").symlink_to(base)
+    try:
+        with pytest.raises(Mismatch, match="took the place of what the sidecar read"):
+            File(fd, base.parent / "link").check(before, SIZES, starts(), source=base)
+        assert before.stat is not None
+        elsewhere = dataclasses.replace(before, stat=dataclasses.replace(before.stat, dev=before.stat.dev + 1))
+        File(fd, base).check(elsewhere, SIZES, starts(), source=base)
+    finally:
+        os.close(fd)
 
 
 def test_the_very_same_file_is_not_read_again(base: Path) -> None:
