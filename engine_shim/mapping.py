@@ -201,8 +201,11 @@ class Tensors(Mapping[str, torch.Tensor]):
         if found is None:
             row = self._rows[name]
             # Kept for good, and so never made in the mode of whoever asks first: an inference tensor cannot be trained or
-            # written to outside of it.
-            with torch.inference_mode(False):
+            # written to outside of it. To enter another mode costs as much as a view.
+            if torch.is_inference_mode_enabled():
+                with torch.inference_mode(False):
+                    view = self._segments.view(row)
+            else:
                 view = self._segments.view(row)
             found = self._views.setdefault(name, view)  # another thread may have been quicker
         return found
