@@ -94,8 +94,9 @@ class Publication:
             self.seal()
         for (fd, new, real), inode in zip(self._files, self._inodes):
             if not self._committed:
-                posix.remove(new)
-                posix.remove(real)
+                for path in (new, real):
+                    with contextlib.suppress(HandoffError):  # without its lock it is swept
+                        posix.remove(path)
             posix.close_kept(fd, inode)
         self._files.clear()
         self._inodes.clear()

@@ -322,3 +322,21 @@ def test_files_that_were_closed_by_others(paths: PoolPaths, tmp_path: Path) -> N
         for number in taken:
             assert posix.still(number, posix.inode(file.fileno()))
             os.close(number)
+
+
+def test_files_that_are_not_ours_to_remove_any_more(paths: PoolPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after privileges were given up: they are let go of, without their locks, for a sweep to take."""
+    publishing = Publication(paths, "m")
+    publishing.add(storage(10))
+    [(fd, path, _)] = publishing._files
+
+    def foreign(path: Path) -> bool:
+        raise Foreign(f"{path} is another user's")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(posix, "remove", foreign)
+        publishing.close()
+    assert path.exists() and alive(path) is False
+    path.unlink()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
