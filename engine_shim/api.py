@@ -23,6 +23,7 @@ from engine_shim.handoff.names import PoolPaths
 from engine_shim.handoff.publication import Publication
 from engine_shim.handoff.room import gib
 from engine_shim.mapping import Residency, Tensors
+from engine_shim.weight_files import OTHER
 
 _LATE_LOOKS = 5  # each of them means that a generation was replaced in the millisecond that attaching takes
 
@@ -226,13 +227,13 @@ def _published(
 
 
 def _contents_of(view: ladder.Pool, now: Catalog, model: str, checkpoint: Path) -> str:
-    """What the files at `checkpoint` hold, as the catalog has it; "?" if they are of no generation of the pool."""
+    """What the files at `checkpoint` hold, as the catalog has it; OTHER if they are of no generation of the pool."""
     for generation in now.of_model(model, catalog.READY):
         if generation.kind == catalog.CHECKPOINT and generation.content:
             with contextlib.suppress(HandoffError):
                 check_checkpoint(view.manifest(generation), checkpoint)
                 return generation.content
-    return "?"
+    return OTHER
 
 
 def publish(

@@ -23,7 +23,6 @@ from engine_shim.handoff.names import check_model
 # Beside the weights, these decide what is made of them.
 CONFIG_FILES = ("config.json", "hf_quant_config.json", "quantize_config.json", "quant_config.json", "params.json")
 
-
 OTHER = "?"  # a content that is no generation's
 
 

@@ -22,6 +22,7 @@ from sidecar.pool import PoolWriter
 
 log = logging.getLogger("ballast")
 
+_LET_GO = 2.0  # seconds that the scrubber is waited for, which lets go after each block; it runs when nobody else does
 _UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
 _SIZE = re.compile(r"\s*(?P<number>[0-9]+(?:\.[0-9]+)?)\s*(?P<unit>[KMGT]?)(?P<rest>i?B?)\s*\Z", re.IGNORECASE)
 
@@ -32,9 +33,6 @@ def parse_size(text: str) -> int:
     if not found or (found["rest"].lower().startswith("i") and not found["unit"]):
         raise NameRefused(f"{text!r} is not a size: write it like 40G, 512M or 1.5T (powers of 1024), or in bytes")
     return int(float(found["number"]) * (1 << _UNITS[found["unit"].upper()]))
-
-
-_LET_GO = 2.0  # seconds that the scrubber is waited for, which lets go after each block; it runs when nobody else does
 
 
 class Postponed(NoRoom):

@@ -14,7 +14,7 @@ import secrets
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -356,12 +356,14 @@ class PoolWriter:
 
     def held(self) -> set[int]:
         """The generations that a living engine is attached to; all of them while there is a record that cannot be read."""
-        found = {record.generation for record in attachment.alive(self.paths)}
-        return {g.number for g in self.catalog.generations} if -1 in found else found
+        return self._of(attachment.alive(self.paths))
 
     def used(self) -> set[int]:
         """As `held`, without the scrubber's record: it reads whatever there is, and lets go of what is retired."""
-        found = {record.generation for record in attachment.alive(self.paths) if record.engine != SCRUBBER}
+        return self._of(record for record in attachment.alive(self.paths) if record.engine != SCRUBBER)
+
+    def _of(self, records: Iterable[attachment.Record]) -> set[int]:
+        found = {record.generation for record in records}
         return {g.number for g in self.catalog.generations} if -1 in found else found
 
     def collect(self) -> int:

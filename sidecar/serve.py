@@ -367,8 +367,7 @@ class Sidecar:
     def _same_files(self, contents: Manifest, found: Checkpoint) -> bool:
         """Whether the weight files are, by their inodes and times, the ones that a generation was loaded from. What else
         belongs to the checkpoint's identity is then brought up to date in its manifest."""
-        recorded = [(shard.name, shard.identity.header, shard.identity.stat) for shard in contents.shards]
-        if recorded != [(shard.name, shard.header_digest, shard.stat) for shard in found.shards]:
+        if history.files(contents) != history.files(found):
             return False
         if contents.config != found.config:
             try:
@@ -455,7 +454,6 @@ class Sidecar:
         model.found = None  # a row for each tensor, of no use any more
         model.reason = ""
         model.evicted = model.asked = False
-        self._pool.forget_failures(model.name)
         took = time.monotonic() - began
         log.info(
             "%s is ready: generation %d, %s in %d tensors, %.1f s, %s/s",
